@@ -1,0 +1,1 @@
+"""The paged cache: blocks and their owners, and the tensors behind them."""

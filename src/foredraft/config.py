@@ -1,0 +1,69 @@
+"""Engine settings: one frozen dataclass, validated once; the command line takes its flags from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from foredraft.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DRAFT_SAMPLING = ("probabilistic", "greedy")
+
+
+def _setting(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine runs and within which limits. Raises ConfigError, which names the field and the rule."""
+
+    model: str | Path | None = _setting(None, "checkpoint directory; the built-in SmolLM2-135M-Instruct if left out")
+    mtp: str | Path | None = _setting(None, "directory or file with MTP modules, if they are not with the checkpoint")
+    dtype: str = _setting("auto", f"one of {', '.join(DTYPES)}; auto is float32 on a CPU, else the checkpoint's")
+    device: str = _setting("auto", "torch device; auto is cuda where there is one")
+    num_speculative_tokens: int | None = _setting(None, "most draft tokens a step (K); 0 is plain decoding")
+    draft_sampling: str = _setting("probabilistic", "how drafts are drawn at temperature > 0: probabilistic or greedy")
+    block_size: int = _setting(16, "rows in a cache block")
+    num_blocks: int | None = _setting(None, "cache blocks of each group; overrides kv_cache_memory_bytes")
+    kv_cache_memory_bytes: int = _setting(2 << 30, "memory for the paged cache, in bytes")
+    max_num_seqs: int = _setting(64, "most requests that run at once")
+    max_num_batched_tokens: int = _setting(1024, "most rows in a step; longer prompts are prefilled in chunks")
+    max_model_len: int | None = _setting(None, "most tokens of a sequence, prompt included; the model's if left out")
+
+    def __post_init__(self) -> None:
+        _choice("dtype", self.dtype, DTYPES)
+        _choice("draft_sampling", self.draft_sampling, DRAFT_SAMPLING)
+        _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
+        _at_least("block_size", self.block_size, 1)
+        _at_least("num_blocks", self.num_blocks, 2)
+        _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _at_least("max_model_len", self.max_model_len, 2)
+
+    def check_depth(self, num_speculative_tokens: int) -> None:
+        """Refuse limits under which a full batch of decodes with `num_speculative_tokens` drafts does not fit a step."""
+        rows = self.max_num_seqs * (num_speculative_tokens + 1)
+        if rows > self.max_num_batched_tokens:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs} "
+                f"times num_speculative_tokens + 1 = {num_speculative_tokens + 1}, which is {rows}: "
+                f"raise max_num_batched_tokens or lower max_num_seqs"
+            )
+
+
+def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
+
+
+def _at_least(name: str, value: object, low: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} must be an integer, not {value!r}")
+    if value < low:
+        raise ConfigError(f"{name} must be at least {low}, not {value}")

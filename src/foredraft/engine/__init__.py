@@ -1,0 +1,1 @@
+"""The engine: plan, execute, commit; and the offline front end over it."""

@@ -1,0 +1,248 @@
+"""The offline front end: load a model, generate, chat, stream."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from foredraft.config import EngineConfig
+from foredraft.engine.detokenizer import Detokenizer
+from foredraft.engine.engine import build_engine, resolve_depth
+from foredraft.errors import ConfigError, RequestError
+from foredraft.models.builtin import builtin_checkpoint, builtin_mtp_directory
+from foredraft.models.loader import CheckpointInfo, inspect_checkpoint, load_checkpoint
+from foredraft.outputs import RequestOutput, StreamChunk, TextPiece
+from foredraft.request import Request
+from foredraft.sampling_params import SamplingParams
+from foredraft.scheduler.scheduler import Committed
+from foredraft.statistics import EngineStats
+from foredraft.stopping import FinishReason
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model ready to generate.
+
+    `LLM()` is the built-in model with its eight MTP modules; `LLM("path/to/checkpoint")` another. All settings of
+    `EngineConfig` are accepted as keywords. Raises ConfigError or ModelLoadError.
+    """
+
+    def __init__(self, model: str | Path | None = None, **settings: Any) -> None:
+        config = _config(EngineConfig, model, settings)
+        path, mtp = resolve_model(config)
+        info = inspect_checkpoint(path, mtp)
+        depth = resolve_depth(config, info.num_mtp_modules)
+        config.check_depth(depth)
+        device = _device(config.device)
+        loaded = load_checkpoint(
+            path, mtp, num_modules=min(depth, info.num_mtp_modules), dtype=_dtype(config, info, device), device=device
+        )
+        self.config = config
+        self.info = info
+        self.tokenizer: PreTrainedTokenizerBase | None = loaded.tokenizer
+        self.engine = build_engine(loaded, config)
+        self._ids = itertools.count()
+        self._open: dict[str, _OpenRequest] = {}
+
+    @property
+    def stats(self) -> EngineStats:
+        """Totals since the start or the last `reset_stats`."""
+        return self.engine.stats
+
+    def reset_stats(self) -> None:
+        self.engine.stats = EngineStats()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt (text or token ids), all in one batch; outputs in the order of the prompts.
+
+        A prompt that can never be served gets an output with finish_reason "error" and the reason; the others are
+        unharmed. Raises RequestError if `params` does not fit `prompts`.
+        """
+        many = _prompts(prompts)
+        each = _params(params, len(many))
+        outputs: dict[int, RequestOutput] = {}
+        opened: dict[int, _OpenRequest] = {}
+        try:
+            for index, (prompt, one) in enumerate(zip(many, each)):
+                try:
+                    opened[index] = self._submit(prompt, one)
+                except RequestError as error:
+                    outputs[index] = _failed(f"request-{next(self._ids)}", error)
+            while any(request.output is None for request in opened.values()):
+                self._step()
+        finally:
+            for request in opened.values():
+                self._discard(request)
+        for index, request in opened.items():
+            assert request.output is not None
+            outputs[index] = request.output
+        return [outputs[index] for index in range(len(many))]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of several, with the tokenizer's chat template.
+
+        A message is {"role": ..., "content": ...}. Raises RequestError if there is no chat template.
+        """
+        several = messages if messages and not isinstance(messages[0], Mapping) else [messages]
+        return self.generate([self.chat_prompt(conversation) for conversation in several], params)  # type: ignore[arg-type]
+
+    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The token ids of a conversation, up to where the assistant answers."""
+        tokenizer = self._require_tokenizer()
+        if not tokenizer.chat_template:
+            raise RequestError("messages need a chat template, and the tokenizer has none: use generate")
+        if not messages or not all(isinstance(m, Mapping) and "role" in m and "content" in m for m in messages):
+            raise RequestError('messages must be a list of {"role": ..., "content": ...}')
+        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        return [int(token_id) for token_id in ids]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+        """Continue one prompt; yields what each step adds, and the whole output with the last chunk.
+
+        Several streams may be read in turn. A stream that is closed early aborts its request.
+        Raises RequestError at once, before the first chunk is asked for.
+        """
+        return self._chunks(self._submit(prompt, params or SamplingParams()))
+
+    def _chunks(self, request: _OpenRequest) -> Iterator[StreamChunk]:
+        try:
+            while True:
+                while not request.chunks:
+                    self._step()
+                chunk = request.chunks.pop(0)
+                yield chunk
+                if chunk.output is not None:
+                    return
+        finally:
+            self._discard(request)
+
+    def _submit(self, prompt: Prompt, params: SamplingParams) -> _OpenRequest:
+        request = self.engine.add_request(f"request-{next(self._ids)}", self._token_ids(prompt), params)
+        opened = _OpenRequest(request, self.tokenizer)
+        self._open[request.request_id] = opened
+        return opened
+
+    def _step(self) -> None:
+        for update in self.engine.step():
+            self._open[update.request.request_id].take(update)
+
+    def _discard(self, request: _OpenRequest) -> None:
+        """Forget a request; one that has not ended is aborted."""
+        if self._open.pop(request.request_id, None) is not None:
+            self.engine.abort(request.request_id)
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return [int(token_id) for token_id in self._require_tokenizer()(prompt)["input_ids"]]
+        return list(prompt)
+
+    def _require_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise RequestError("prompt is text, but the checkpoint has no tokenizer: give token ids")
+        return self.tokenizer
+
+
+class _OpenRequest:
+    """A request on its way: its text so far, chunks that were not read yet, and in the end its output."""
+
+    def __init__(self, request: Request, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._request = request
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=request.params.skip_special_tokens)
+        self.chunks: list[StreamChunk] = []
+        self.output: RequestOutput | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    def take(self, update: Committed) -> None:
+        shown = len(update.token_ids) - int(self._request.finish_reason is FinishReason.STOP)
+        pieces = self._detokenizer.add(update.token_ids[:shown], update.token_depths[:shown])
+        if self._request.finish_reason is not None:
+            pieces += self._detokenizer.flush()
+            self.output = self._build_output(self._request.finish_reason)
+        self.chunks.append(StreamChunk(update.token_ids, tuple(pieces), self.output))
+
+    def _build_output(self, reason: FinishReason) -> RequestOutput:
+        request = self._request
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            token_ids=tuple(request.output_token_ids),
+            token_depths=tuple(request.token_depths),
+            text=self._detokenizer.text,
+            finish_reason=reason,
+            stats=request.stats,
+        )
+
+
+def resolve_model(config: EngineConfig) -> tuple[str | Path, str | Path | None]:
+    """Where the target and its modules are; with no model named, the built-in one is made ready."""
+    if config.model is not None:
+        return config.model, config.mtp
+    return builtin_checkpoint(), config.mtp or builtin_mtp_directory()
+
+
+def _config(kind: type[EngineConfig], model: str | Path | None, settings: dict[str, Any]) -> EngineConfig:
+    known = set(kind.__dataclass_fields__)
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        raise ConfigError(f"unknown setting {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+    return kind(model=model, **settings)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device={name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def _dtype(config: EngineConfig, info: CheckpointInfo, device: torch.device) -> torch.dtype:
+    name = config.dtype
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else info.dtype
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise RequestError(f"params has {len(params)} entries for {count} prompts: give one for all or one for each")
+    return list(params)
+
+
+def _failed(request_id: str, error: RequestError) -> RequestOutput:
+    return RequestOutput(request_id, (), (), (), "", FinishReason.ERROR, str(error))

@@ -1,0 +1,256 @@
+"""Loading a checkpoint: the target that transformers defines, its MTP modules, its tokenizer.
+
+A checkpoint is checked from its configuration and safetensors headers before any tensor is read, so that one that
+cannot run fails at once, with a message that names the file and the rule.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import logging as transformers_logging
+from transformers.modeling_layers import MtpModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from foredraft.errors import ModelLoadError
+from foredraft.models.attention import ATTENTION_NAME
+from foredraft.models.checkpoint_files import (
+    count_parameters,
+    mtp_file,
+    read_headers,
+    resolve_directory,
+    stored_dtype,
+    weight_files,
+)
+from foredraft.models.mtp_weights import (
+    MtpLayout,
+    MtpSource,
+    build_mtp_model,
+    describe_problems,
+    find_mtp_beside,
+    find_mtp_inside,
+    set_mtp_fields,
+)
+
+RUNNABLE_LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What a checkpoint holds, as its configuration and headers say.
+
+    num_parameters counts the target (a tied head once); dtype is the one most of its weights are stored in.
+    mtp_layout: 'beside' the checkpoint in mtp_path, a file, or 'inside' it (mtp_path is then the directory).
+    """
+
+    path: Path
+    architecture: str
+    model_type: str
+    num_hidden_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    num_parameters: int
+    dtype: str
+    tie_word_embeddings: bool
+    num_mtp_modules: int
+    mtp_layout: MtpLayout | None
+    mtp_path: Path | None
+    num_mtp_parameters: int
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A target ready to run, with as many MTP modules as were asked for.
+
+    num_mtp_modules: how many the checkpoint has. tokenizer: None if the directory has none. eos_token_ids: from the
+    generation configuration, else from the model's.
+    """
+
+    target: PreTrainedModel
+    mtp: MtpModel | None
+    num_mtp_modules: int
+    tokenizer: PreTrainedTokenizerBase | None
+    info: CheckpointInfo
+    eos_token_ids: frozenset[int]
+
+
+def inspect_checkpoint(model: str | Path, mtp: str | Path | None = None) -> CheckpointInfo:
+    """Describe a checkpoint without reading a tensor; arguments and errors as for `load_checkpoint`."""
+    return _examine(model, mtp)[0]
+
+
+def load_checkpoint(
+    model: str | Path,
+    mtp: str | Path | None = None,
+    *,
+    num_modules: int | None = None,
+    dtype: torch.dtype,
+    device: torch.device,
+    attn_implementation: str = ATTENTION_NAME,
+) -> LoadedModel:
+    """Load a target with its first `num_modules` MTP modules (None: all; 0: none) and its tokenizer.
+
+    model: a directory that transformers can load as a decoder, or an id on the Hugging Face hub. mtp: an
+    `mtp.safetensors` file or a directory with one; None looks in the model's directory, then inside the checkpoint.
+    Weights are converted to `dtype`, except those that the model's class keeps in float32 (routers). The modules
+    share the target's embedding and head.
+
+    ModelLoadError: not found, not readable, not a decoder that Foredraft runs, or weights that do not fit it.
+    """
+    info, config, source = _examine(model, mtp)
+    wanted = info.num_mtp_modules if num_modules is None else num_modules
+    if not 0 <= wanted <= info.num_mtp_modules:
+        raise ModelLoadError(f"{info.path}: {wanted} MTP modules asked for, but there are {info.num_mtp_modules}")
+    if wanted:
+        set_mtp_fields(config, wanted)
+    with _quiet_transformers():
+        target = _load_target(info, config, dtype, device)
+        # Before the modules are built: they keep the attention that is set by then.
+        target.set_attn_implementation(attn_implementation)
+        modules = build_mtp_model(target, source, wanted, dtype, device) if source is not None and wanted else None
+    tokenizer = _load_tokenizer(info.path)
+    return LoadedModel(target, modules, info.num_mtp_modules, tokenizer, info, _eos_token_ids(target))
+
+
+def _examine(model: str | Path, mtp: str | Path | None) -> tuple[CheckpointInfo, PreTrainedConfig, MtpSource | None]:
+    """Everything that can be known, and refused, before a tensor is read. The config is the caller's own."""
+    path = resolve_directory(model)
+    config = _read_config(path)
+    architecture = _check_runnable(path, config)
+    text_config: Any = config.get_text_config(decoder=True)
+    headers = read_headers(weight_files(path))
+    inside = find_mtp_inside(path, headers, text_config.num_hidden_layers, text_config.hidden_size)
+    beside = mtp_file(path, mtp)
+    source = inside if beside is None else find_mtp_beside(beside, text_config.hidden_size)
+    if source is not None and not source.modules:  # nothing but copies of the embedding or head
+        source = None
+    target_headers = {name: header for name, header in headers.items() if inside is None or name not in inside.owned}
+    is_tied = bool(getattr(text_config, "tie_word_embeddings", False))
+    info = CheckpointInfo(
+        path=path,
+        architecture=architecture,
+        model_type=config.model_type,
+        num_hidden_layers=text_config.num_hidden_layers,
+        hidden_size=text_config.hidden_size,
+        vocab_size=text_config.vocab_size,
+        max_position_embeddings=_max_position_embeddings(path, text_config),
+        num_parameters=count_parameters(target_headers, is_tied),
+        dtype=stored_dtype(target_headers),
+        tie_word_embeddings=is_tied,
+        num_mtp_modules=0 if source is None else len(source.modules),
+        mtp_layout=None if source is None else source.layout,
+        mtp_path=None if source is None else source.path,
+        num_mtp_parameters=0 if source is None else source.num_parameters,
+    )
+    return info, config, source
+
+
+def _read_config(path: Path) -> PreTrainedConfig:
+    """A fresh config object, so that changing it changes nobody else's."""
+    if not (path / "config.json").is_file():
+        raise ModelLoadError(f"{path}: no config.json, so not a checkpoint that transformers can load")
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # every model's configuration has validators and errors of its own
+        raise ModelLoadError(f"{path / 'config.json'}: transformers cannot read it: {error}") from error
+    return config
+
+
+def _check_runnable(path: Path, config: PreTrainedConfig) -> str:
+    """The class that runs `config`; ModelLoadError if it is none that Foredraft runs."""
+    text_config: Any = config.get_text_config(decoder=True)
+    file = path / "config.json"
+    if config.is_encoder_decoder or type(config) in MODEL_FOR_MASKED_LM_MAPPING:
+        raise ModelLoadError(f"{file}: {config.model_type} has an encoder; only decoders run")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelLoadError(f"{file}: {config.model_type} is not a decoder that transformers knows")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelLoadError(f"{file}: quantized checkpoints (`quantization_config`) do not run yet")
+    kinds = [*(getattr(text_config, "layer_types", None) or []), *(getattr(text_config, "mtp_layer_types", None) or [])]
+    if refused := sorted(set(kinds) - RUNNABLE_LAYER_KINDS):
+        raise ModelLoadError(f"{file}: layers of kind {', '.join(refused)} do not run yet")
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not model_class._supports_attention_backend or text_config.is_heterogeneous:
+        raise ModelLoadError(f"{file}: {model_class.__name__} does not have ordinary attention in all layers alike")
+    return str(model_class.__name__)
+
+
+def _max_position_embeddings(path: Path, text_config: Any) -> int:
+    limit = getattr(text_config, "max_position_embeddings", None)
+    if limit is None:
+        raise ModelLoadError(f"{path / 'config.json'}: max_position_embeddings is missing")
+    return int(limit)
+
+
+def _load_target(
+    info: CheckpointInfo, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    placement: dict[str, Any] = {} if device.type == "cpu" else {"device_map": {"": device}}
+    target: PreTrainedModel
+    report: dict[str, Any]
+    try:
+        target, report = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+            info.path,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **placement,
+        )
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise ModelLoadError(f"{info.path}: transformers cannot load it: {error}") from error
+    # Surplus tensors are allowed, as in transformers: MTP modules are some, and towers that a decoder leaves out.
+    if problems := describe_problems(report["missing_keys"], (), report["mismatched_keys"]):
+        raise ModelLoadError(f"{info.path}: weights do not fit {info.architecture}: {'; '.join(problems)}")
+    return target.requires_grad_(False)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keep transformers' load report (its lists are checked here) and, off a terminal, its progress bar from stderr."""
+
+    def is_no_report(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    is_bar_hidden = transformers_logging.is_progress_bar_enabled() and not sys.stderr.isatty()
+    logger.addFilter(is_no_report)
+    if is_bar_hidden:
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_no_report)
+        if is_bar_hidden:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # as with configurations: tokenizers fail in ways of their own
+        raise ModelLoadError(f"{path}: transformers cannot load its tokenizer: {error}") from error
+    return tokenizer
+
+
+def _eos_token_ids(target: PreTrainedModel) -> frozenset[int]:
+    generation_config, text_config = target.generation_config, target.config.get_text_config(decoder=True)
+    for ids in (getattr(generation_config, "eos_token_id", None), getattr(text_config, "eos_token_id", None)):
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()

@@ -1,0 +1,245 @@
+"""MTP weights of a checkpoint: finding them, mapping their names, building transformers' `MtpModel` from them.
+
+Three layouts are known. Beside the checkpoint, in `mtp.safetensors`, tensors have `MtpModel`'s own names,
+`layers.{k}.…`. Inside, module k is either `model.layers.{num_hidden_layers + k}.…` or `mtp.layers.{k}.…`; a single
+module may keep its projection and norms one level up, as `mtp.fc`, `mtp.norm` and so on. How many modules there are
+follows from these names alone: published configurations name the depth in several ways, or not at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_layers import MtpModel
+from transformers.modeling_utils import LoadStateDictConfig
+
+from foredraft.errors import ModelLoadError
+from foredraft.models.checkpoint_files import TensorHeader, read_headers
+
+SCALE_SUFFIX = "_scale"
+
+MtpLayout = Literal["beside", "inside"]
+
+_FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+_BESIDE = re.compile(r"layers\.(?P<index>\d+)\..+")
+_NUMBERED = re.compile(
+    r"(?:model\.|model\.language_model\.|language_model\.model\.)?layers\.(?P<index>\d+)\.(?P<rest>.+)"
+)
+_NAMED = re.compile(r"(?:model\.)?mtp\.(?:layers\.(?P<index>\d+)\.)?(?P<rest>.+)")
+# The modules use the target's embedding and head; published checkpoints repeat both in every module.
+_SHARED = re.compile(r"(?:.*\.)?(?:embed_tokens|lm_head|shared_head|shared_head\.head)\.(?:weight|bias)")
+_PROJECTION = re.compile(r"(?:layers\.\d+\.eh_proj|fc)\.weight")
+
+
+@dataclass(frozen=True)
+class MtpSource:
+    """Where the modules of a checkpoint are.
+
+    `modules[k]` maps the tensors of module k from `MtpModel`'s numbering to their headers; int8 matrices have their
+    row scales in `scales`, by the same name. `owned` are the checkpoint's names that are not the target's, the
+    repeated embedding and head included.
+    """
+
+    layout: MtpLayout
+    path: Path
+    modules: tuple[dict[str, TensorHeader], ...]
+    scales: dict[str, TensorHeader]
+    owned: frozenset[str]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(header.num_elements for module in self.modules for header in module.values())
+
+
+def find_mtp_beside(file: Path, hidden_size: int) -> MtpSource:
+    """The modules in an `mtp.safetensors` file. ModelLoadError if it is damaged or made for another hidden size."""
+    headers = read_headers([file])
+    names = {name: (int(match["index"]), name) for name in headers if (match := _BESIDE.fullmatch(name))}
+    if surplus := [name for name in headers if name not in names and not _SHARED.fullmatch(name)]:
+        raise ModelLoadError(f"{file}: surplus tensors, of no MTP module: {listed(surplus)}")
+    source = _collect("beside", file, headers, names, hidden_size)
+    if not source.modules:
+        raise ModelLoadError(f"{file}: no MTP module in it (expected tensors named layers.0.…)")
+    return source
+
+
+def find_mtp_inside(
+    directory: Path, headers: Mapping[str, TensorHeader], num_hidden_layers: int, hidden_size: int
+) -> MtpSource | None:
+    """The modules among a checkpoint's own tensors; None if it has none. ModelLoadError as `find_mtp_beside`."""
+    names: dict[str, tuple[int, str]] = {}
+    for name in headers:
+        if match := _NAMED.fullmatch(name):
+            index = match["index"]
+            names[name] = (0, match["rest"]) if index is None else (int(index), f"layers.{index}.{match['rest']}")
+        elif (match := _NUMBERED.fullmatch(name)) and int(match["index"]) >= num_hidden_layers:
+            index = int(match["index"]) - num_hidden_layers
+            names[name] = index, f"layers.{index}.{match['rest']}"
+    return _collect("inside", directory, headers, names, hidden_size) if names else None
+
+
+def _collect(
+    layout: MtpLayout,
+    path: Path,
+    headers: Mapping[str, TensorHeader],
+    names: Mapping[str, tuple[int, str]],
+    hidden_size: int,
+) -> MtpSource:
+    """Sort the tensors `names` (their own name to module and new name) into modules, and check what headers show."""
+    modules: dict[int, dict[str, TensorHeader]] = {}
+    scales: dict[str, TensorHeader] = {}
+    for name, (index, new_name) in names.items():
+        if _SHARED.fullmatch(name):
+            continue
+        scaled = headers.get(name.removesuffix(SCALE_SUFFIX)) if name.endswith(SCALE_SUFFIX) else None
+        if scaled is not None and scaled.dtype == "I8":
+            scales[new_name.removesuffix(SCALE_SUFFIX)] = headers[name]
+        else:
+            modules.setdefault(index, {})[new_name] = headers[name]
+    if absent := [index for index in range(len(modules)) if index not in modules]:
+        raise ModelLoadError(f"{path}: MTP module {absent[0]} is missing, though there is a module {max(modules)}")
+    source = MtpSource(layout, path, tuple(modules[index] for index in sorted(modules)), scales, frozenset(names))
+    for module in source.modules:
+        for new_name, header in module.items():
+            _check_storage(header, scales.get(new_name))
+            if _PROJECTION.fullmatch(new_name) and header.shape != (hidden_size, 2 * hidden_size):
+                raise ModelLoadError(
+                    f"{header.file}: {header.name} is {list(header.shape)}, but a target of hidden size {hidden_size} "
+                    f"needs [{hidden_size}, {2 * hidden_size}]; these MTP modules belong to another target"
+                )
+    return source
+
+
+def _check_storage(header: TensorHeader, scale: TensorHeader | None) -> None:
+    """Refuse tensors that a cast alone would turn into wrong weights."""
+    if header.dtype in _FLOAT_DTYPES:
+        return
+    if header.dtype != "I8":
+        raise ModelLoadError(
+            f"{header.file}: {header.name} is stored as {header.dtype}; only floats and int8 can be read"
+        )
+    if scale is None:
+        raise ModelLoadError(
+            f"{header.file}: int8 tensor {header.name} lacks its row scales {header.name}{SCALE_SUFFIX}"
+        )
+    if len(header.shape) != 2 or scale.dtype not in _FLOAT_DTYPES or scale.num_elements != header.shape[0]:
+        raise ModelLoadError(
+            f"{scale.file}: {scale.name} ({scale.dtype} {list(scale.shape)}) is not one float a row "
+            f"of {header.name} {list(header.shape)}"
+        )
+
+
+def set_mtp_fields(config: PreTrainedConfig, num_modules: int) -> None:
+    """Write into `config` what `MtpModel` needs to know of `num_modules` modules; the caller must own `config`.
+
+    Kinds of layer that it does not name itself are those of the target's last layer.
+    """
+    text_config: Any = config.get_text_config(decoder=True)
+    text_config.num_mtp_layers = num_modules
+    for field in ("layer_types", "mlp_layer_types"):
+        target_kinds = getattr(text_config, field, None)
+        if target_kinds is not None:
+            kinds = list(getattr(text_config, f"mtp_{field}", None) or [])[:num_modules]
+            filler = kinds[-1] if kinds else target_kinds[-1]
+            setattr(text_config, f"mtp_{field}", kinds + [filler] * (num_modules - len(kinds)))
+
+
+def build_mtp_model(
+    target: PreTrainedModel, source: MtpSource, num_modules: int, dtype: torch.dtype, device: torch.device
+) -> MtpModel:
+    """An `MtpModel` of the first `num_modules` modules in `dtype` on `device`; later ones are not read.
+
+    The embedding, head and rotary embedding are the target's own. The target's config must have been through
+    `set_mtp_fields`. ModelLoadError names tensors that are missing, surplus or of the wrong shape.
+    """
+    model = _new_mtp_model(target, num_modules, dtype)
+    modules = source.modules[:num_modules]
+    with ExitStack() as stack:
+        files = {header.file for module in modules for header in module.values()}
+        opened = {file: stack.enter_context(safe_open(file, framework="pt")) for file in files}
+        tensors: dict[str, Any] = {}
+        for module in modules:
+            for name, header in module.items():
+                tensor = opened[header.file].get_slice(header.name)
+                scale = source.scales.get(name)
+                tensors[name] = (
+                    tensor if scale is None else _ScaledRows(tensor, opened[scale.file].get_slice(scale.name))
+                )
+        # Not `get_weight_conversions`: it would renumber names that are numbered from 0 already.
+        mapping = get_model_conversion_mapping(model, add_legacy=False)
+        mapping += get_model_conversion_mapping(target, add_legacy=False)
+        load_config = LoadStateDictConfig(
+            weight_mapping=mapping,  # type: ignore[arg-type]
+            device_map={"": device},
+            dtype=dtype,
+            dtype_plan=target._get_dtype_plan(dtype),
+        )
+        info, _ = convert_and_load_state_dict_in_model(model, tensors, load_config)
+    missing = {name for name in info.missing_keys if not name.startswith(("embed_tokens.", "shared_head."))}
+    missing |= {name for name, tensor in _tensors(model) if tensor.is_meta}
+    problems = describe_problems(
+        missing - {name for name, *_ in info.mismatched_keys}, info.unexpected_keys, info.mismatched_keys
+    )
+    problems += [f"{name} cannot be converted" for name in info.conversion_errors]
+    if problems:
+        raise ModelLoadError(f"{source.path}: MTP weights do not fit {type(target).__name__}: {'; '.join(problems)}")
+    model.train(False)
+    return model.requires_grad_(False)
+
+
+def _new_mtp_model(target: PreTrainedModel, num_modules: int, dtype: torch.dtype) -> MtpModel:
+    """An `MtpModel` whose own weights are on the meta device (elsewhere it would initialise the target's embedding)."""
+    try:
+        with ExitStack() as stack:
+            for context in MtpModel.get_init_context(dtype, False, False, None):
+                stack.enter_context(context)
+            model = MtpModel(target, num_modules)
+    except (AttributeError, TypeError, ValueError, StopIteration) as error:
+        raise ModelLoadError(f"transformers cannot build MTP modules for {type(target).__name__}: {error}") from error
+    # Decoders with one window for all layers do not list kinds, and `MtpModel` would mask as if there were no window.
+    if getattr(model.config, "layer_types", None) is None and getattr(model.config, "sliding_window", None) is not None:
+        model.config.layer_types = ["sliding_attention"] * num_modules
+    return model
+
+
+def _tensors(model: MtpModel) -> Iterable[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def describe_problems(
+    missing: Iterable[str], surplus: Iterable[str], mismatched: Iterable[tuple[str, Iterable[int], Iterable[int]]]
+) -> list[str]:
+    """What is wrong with a load, a phrase for each kind of problem; empty if nothing is."""
+    shapes = [f"{name} {list(stored)}, not {list(wanted)}" for name, stored, wanted in mismatched]
+    kinds = {"missing": sorted(missing), "surplus": sorted(surplus), "wrong shape": sorted(shapes)}
+    return [f"{kind}: {listed(names)}" for kind, names in kinds.items() if names]
+
+
+def listed(names: list[str], limit: int = 8) -> str:
+    """The names for a message, no more than `limit` of them."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+class _ScaledRows:
+    """A lazy int8 matrix that expands when it is read, as a safetensors slice does: one full matrix at a time."""
+
+    def __init__(self, values: Any, scales: Any) -> None:
+        self._values, self._scales = values, scales
+
+    def __getitem__(self, index: Any) -> Tensor:
+        scales: Tensor = self._scales[...].to(torch.float32).view(-1, 1)
+        expanded: Tensor = (self._values[...].to(torch.float32) * scales)[index]
+        return expanded

@@ -1,0 +1,89 @@
+"""What the scheduler asks of the runner for one step, and what comes back: immutable records, no behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foredraft.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """The rows that the MTP modules run over for one request.
+
+    The window starts at row `start` (s). Its end is `end` where no token is sampled; where one is, it is the row
+    before the newest token once verification is known, and `depth` tokens are drafted there.
+    token_ids: the committed tokens t[s+1], t[s+2], ... as far as the passes may read them.
+    num_exact_rows: pass k writes rows from num_exact_rows[k-1] on; earlier ones are computed for their output only.
+    depth: how many passes to run.
+    """
+
+    start: int
+    end: int
+    token_ids: tuple[int, ...]
+    num_exact_rows: tuple[int, ...]
+    depth: int
+
+
+@dataclass(frozen=True)
+class RequestPlan:
+    """One request's share of a step.
+
+    The target runs on rows first_row .. first_row + len(token_ids) - 1; the last num_draft_tokens of token_ids are
+    pending drafts. `is_sampling` says that the rows reach the newest committed token, so that tokens are emitted.
+    `num_tokens` is n before the step, `max_total_tokens` where the sequence ends at the latest.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    first_row: int
+    num_draft_tokens: int
+    num_tokens: int
+    max_total_tokens: int
+    is_sampling: bool
+    target_blocks: tuple[int, ...]
+    module_blocks: tuple[int, ...]
+    window: WindowPlan | None
+    params: SamplingParams
+    seed: int
+    stop_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: every request in it, decodes and prefill chunks alike."""
+
+    requests: tuple[RequestPlan, ...]
+
+
+@dataclass(frozen=True)
+class RequestResult:
+    """What a step did for one request: `token_ids` accepted drafts first, then one token of the target's own.
+
+    Empty where nothing was sampled. `draft_token_ids` are the new pending drafts; as many modules have run.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    draft_token_ids: tuple[int, ...] = ()
+
+    @property
+    def num_accepted(self) -> int:
+        return max(0, len(self.token_ids) - 1)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds that a step spent in each part of the runner."""
+
+    target: float = 0.0
+    verification: float = 0.0
+    drafting: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The outcome of a `StepPlan`, in the same order."""
+
+    requests: tuple[RequestResult, ...]
+    times: StepTimes

@@ -1,0 +1,1 @@
+"""The runner: one step on tensors: target forward, verification, drafting."""

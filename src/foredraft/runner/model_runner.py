@@ -1,0 +1,185 @@
+"""One step on tensors: the target's forward, verification, drafting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from foredraft.cache.storage import CacheStorage
+from foredraft.models.target import TargetModel
+from foredraft.plan import RequestPlan, RequestResult, StepPlan, StepResult, StepTimes
+from foredraft.runner.inputs import sampled_rows, target_inputs
+from foredraft.sampling.sampler import SamplingTensors, greedy, probabilities
+from foredraft.speculation.drafter import Drafter, Window
+from foredraft.speculation.verifier import rejection_sample, verify_greedy
+from foredraft.stopping import first_stop
+
+Emitted = dict[str, tuple[int, ...]]
+"""Tokens by request: accepted drafts, then one of the target's own."""
+
+
+class ModelRunner:
+    """Executes plans. Its only state is the paged storage and the probabilities that pending drafts were drawn from."""
+
+    def __init__(
+        self, target: TargetModel, drafter: Drafter | None, storage: CacheStorage, *, greedy_drafts: bool = False
+    ) -> None:
+        self._target = target
+        self._drafter = drafter
+        self._storage = storage
+        self._greedy_drafts = greedy_drafts
+        self._draft_probs: dict[str, Tensor] = {}
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step: target rows of all requests in one forward, then verification, then the module passes."""
+        started = self._now()
+        logits = self._run_target([p for p in plan.requests if p.token_ids])
+        forwarded = self._now()
+        emitted = self._verify([p for p in plan.requests if p.is_sampling], logits)
+        verified = self._now()
+        drafts = self._draft(plan.requests, emitted)
+        drafted = self._now()
+        results = tuple(
+            RequestResult(p.request_id, emitted.get(p.request_id, ()), drafts.get(p.request_id, ()))
+            for p in plan.requests
+        )
+        return StepResult(results, StepTimes(forwarded - started, verified - forwarded, drafted - verified))
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept for a request that is over."""
+        self._draft_probs.pop(request_id, None)
+
+    def _now(self) -> float:
+        if self._target.device.type == "cuda":
+            torch.cuda.synchronize(self._target.device)
+        return time.perf_counter()
+
+    def _run_target(self, plans: Sequence[RequestPlan]) -> Tensor:
+        """Forward all target rows, store h0, and return the logits [R, V] of the rows that are sampled."""
+        device = self._target.device
+        if not plans:
+            return torch.empty(0, self._target.vocab_size, device=device)
+        inputs = target_inputs(plans, self._storage, device)
+        hidden = self._target.forward(inputs.token_ids, inputs.positions, inputs.paged)
+        self._storage.hidden.index_copy_(0, inputs.paged.slots, hidden)
+        rows = sampled_rows(plans, inputs.first_rows, device)
+        return self._target.logits(hidden.index_select(0, rows))
+
+    def _verify(self, plans: Sequence[RequestPlan], logits: Tensor) -> Emitted:
+        """Decide drafts and draw the next token, greedy and sampled requests apart. logits: [sum(drafts + 1), V]."""
+        emitted: Emitted = {}
+        first_rows = _cumulative([plan.num_draft_tokens + 1 for plan in plans])
+        for is_greedy in (True, False):
+            members = [(p, f) for p, f in zip(plans, first_rows) if (p.params.temperature == 0) == is_greedy]
+            if not members:
+                continue
+            chosen = [plan for plan, _ in members]
+            rows = _padded_rows(members).to(logits.device)
+            ids = self._verify_greedy(chosen, logits, rows) if is_greedy else self._verify_sampled(chosen, logits, rows)
+            for plan, row in zip(chosen, ids.tolist()):
+                emitted[plan.request_id] = tuple(token_id for token_id in row if token_id >= 0)
+        return emitted
+
+    def _verify_greedy(self, plans: Sequence[RequestPlan], logits: Tensor, rows: Tensor) -> Tensor:
+        return verify_greedy(_pending_drafts(plans).to(logits.device), greedy(logits)[rows])
+
+    def _verify_sampled(self, plans: Sequence[RequestPlan], logits: Tensor, rows: Tensor) -> Tensor:
+        sampling = _sampling(plans, logits.device)
+        num_rows = rows.shape[1]
+        per_row = sampling.rows(torch.arange(len(plans), device=logits.device).repeat_interleave(num_rows))
+        target_probs = probabilities(logits[rows.flatten()], per_row).view(len(plans), num_rows, -1)
+        positions = torch.tensor([plan.num_tokens for plan in plans], device=logits.device)
+        drafts = _pending_drafts(plans).to(logits.device)
+        draft_probs = self._pending_probs(plans, target_probs)
+        return rejection_sample(drafts, draft_probs, target_probs, sampling.seeds, positions)
+
+    def _pending_probs(self, plans: Sequence[RequestPlan], target_probs: Tensor) -> Tensor | None:
+        """The probabilities that the pending drafts were drawn from, padded to [B, K, V]; None: all point masses."""
+        if self._greedy_drafts:
+            return None
+        padded = torch.zeros_like(target_probs[:, 1:])
+        for row, plan in zip(padded, plans):
+            if plan.num_draft_tokens:
+                row[: plan.num_draft_tokens] = self._draft_probs[plan.request_id][: plan.num_draft_tokens]
+        return padded
+
+    def _draft(self, plans: Sequence[RequestPlan], emitted: Emitted) -> dict[str, tuple[int, ...]]:
+        """Run the module passes of every request that has a window, and return the new drafts."""
+        pairs = [(plan, self._window(plan, emitted.get(plan.request_id, ()))) for plan in plans if plan.window]
+        members = [(plan, window) for plan, window in pairs if window is not None]
+        if not members or self._drafter is None:
+            return {}
+        windows = [window for _, window in members]
+        sampling = _sampling([plan for plan, _ in members], self._target.device, force_greedy=self._greedy_drafts)
+        drafts = self._drafter.run(windows, sampling)
+        for window, probs in zip(windows, drafts.probs):
+            if probs is not None:
+                self._draft_probs[window.request_id] = probs
+        return {
+            window.request_id: tuple(token_id for token_id in row if token_id >= 0)
+            for window, row in zip(windows, drafts.token_ids.tolist())
+        }
+
+    def _window(self, plan: RequestPlan, new_token_ids: tuple[int, ...]) -> Window | None:
+        """The window of a request now that its new tokens are known; None if it has ended or has no use for drafts."""
+        planned = plan.window
+        assert planned is not None
+        end, num_tokens, num_passes, num_drafts = planned.end, plan.num_tokens, planned.depth, 0
+        if plan.is_sampling:
+            kept, reason = first_stop(new_token_ids, num_tokens, plan.max_total_tokens, plan.stop_token_ids)
+            num_tokens += kept
+            # A step emits up to drafts + 1 tokens: a draft that could not be used is not made.
+            num_drafts = num_passes = min(planned.depth, plan.max_total_tokens - num_tokens - 1)
+            end = num_tokens - 1
+            if reason is not None or num_drafts <= 0:
+                return None
+        return Window(
+            request_id=plan.request_id,
+            start=planned.start,
+            end=end,
+            num_tokens=num_tokens,
+            token_ids=planned.token_ids + new_token_ids,
+            num_exact_rows=planned.num_exact_rows,
+            num_passes=num_passes,
+            num_drafts=num_drafts,
+            target_slots=self._storage.slots(plan.target_blocks, end),
+            module_slots=self._storage.slots(plan.module_blocks, end + max(0, num_drafts - 1)),
+        )
+
+
+def _cumulative(counts: Sequence[int]) -> list[int]:
+    """Where each part begins when parts of these sizes lie end to end."""
+    starts, total = [], 0
+    for count in counts:
+        starts.append(total)
+        total += count
+    return starts
+
+
+def _padded_rows(members: Sequence[tuple[RequestPlan, int]]) -> Tensor:
+    """Rows of the logits of each request, [B, max drafts + 1]; padding repeats the last."""
+    width = max(plan.num_draft_tokens for plan, _ in members) + 1
+    offsets = torch.arange(width).unsqueeze(0)
+    last = torch.tensor([plan.num_draft_tokens for plan, _ in members]).unsqueeze(1)
+    return torch.tensor([first for _, first in members]).unsqueeze(1) + torch.minimum(offsets, last)
+
+
+def _pending_drafts(plans: Sequence[RequestPlan]) -> Tensor:
+    """[B, max drafts] int64, padded with -1."""
+    width = max(plan.num_draft_tokens for plan in plans)
+    padded = torch.full((len(plans), width), -1, dtype=torch.int64)
+    for row, plan in zip(padded, plans):
+        if plan.num_draft_tokens:
+            row[: plan.num_draft_tokens] = torch.tensor(plan.token_ids[-plan.num_draft_tokens :])
+    return padded
+
+
+def _sampling(plans: Sequence[RequestPlan], device: torch.device, *, force_greedy: bool = False) -> SamplingTensors:
+    params = [
+        (0.0 if force_greedy else p.params.temperature, p.params.top_k, p.params.top_p, p.seed) for p in plans
+    ]
+    return SamplingTensors.from_params(params, device)

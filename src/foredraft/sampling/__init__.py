@@ -1,0 +1,1 @@
+"""Turning logits into tokens: filters, draws and the random numbers behind them."""

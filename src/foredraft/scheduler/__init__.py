@@ -1,0 +1,1 @@
+"""The scheduler: which rows of which requests make up the next step."""

@@ -1,0 +1,205 @@
+"""Drafting: the chain of passes that keeps every module's KV exact and makes the next draft tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foredraft.cache.storage import CacheStorage
+from foredraft.models.attention import AttentionGroup, PagedAttention, RowSpan, build_groups
+from foredraft.models.mtp import MtpModules
+from foredraft.models.target import TargetModel
+from foredraft.sampling.philox import Stream, uniform
+from foredraft.sampling.sampler import SamplingTensors, greedy, probabilities, sample
+
+RESERVED_SLOT = 0
+
+
+@dataclass(frozen=True)
+class Window:
+    """The rows of one request that the passes run over, verification being done.
+
+    Rows start..end-1 (s..c-1); token_ids are the committed tokens from t[start+1] on, num_tokens is n. `num_passes`
+    modules run; `num_drafts` tokens are drafted (0: the rows only, as in a prefill chunk that is not the last).
+    target_slots and module_slots: slots of rows 0, 1, ... in either group, on the CPU.
+    """
+
+    request_id: str
+    start: int
+    end: int
+    num_tokens: int
+    token_ids: tuple[int, ...]
+    num_exact_rows: tuple[int, ...]
+    num_passes: int
+    num_drafts: int
+    target_slots: Tensor
+    module_slots: Tensor
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """token_ids [W, max drafts] (-1 where a window drafts fewer); probs one [drafts, V] a window, None if greedy."""
+
+    token_ids: Tensor
+    probs: tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class PassRows:
+    """Which rows one pass computes for each window: `num_rows` from `first_row` on; 0 rows: it takes no part.
+
+    Row i reads token t[i + offset] and sits at position i + offset, in module number `module`. `is_extra` marks a
+    further draft of a single module: one row, which reads the last output of the previous pass.
+    """
+
+    module: int
+    offset: int
+    is_extra: bool
+    first_row: tuple[int, ...]
+    num_rows: tuple[int, ...]
+
+
+class Drafter:
+    """Runs the passes. Pass k is module k over the window, hidden from pass k-1, tokens shifted left by one more.
+
+    A checkpoint with a single module may draft several tokens: pass j >= 2 is then one row, one further each time,
+    with the previous pass's output and draft (DeepSeek-V3 technical report, 2024, section 2.2, at inference).
+    """
+
+    def __init__(self, target: TargetModel, modules: MtpModules, storage: CacheStorage) -> None:
+        self._target = target
+        self._modules = modules
+        self._storage = storage
+        self._kv_windows = frozenset(shape.window for shape in storage.layout.modules)
+
+    def run(self, windows: Sequence[Window], sampling: SamplingTensors) -> Drafts:
+        """Run all passes of `windows`; `sampling` has a row a window, temperature 0 for greedy drafts."""
+        chain = _Chain(windows, self._target.device)
+        hidden = self._storage.hidden.index_select(0, chain.hidden_slots)
+        previous: PassRows | None = None
+        attention: tuple[AttentionGroup, ...] = ()
+        for index in range(max(window.num_passes for window in windows)):
+            rows = _pass_rows(windows, index, self._modules.num_modules)
+            if not any(rows.num_rows):
+                break
+            if previous is None or (rows.first_row, rows.num_rows) != (previous.first_row, previous.num_rows):
+                hidden = chain.carry(hidden, previous, rows)
+                attention = self._groups(windows, rows)
+            paged = PagedAttention(chain.write_slots(rows), self._storage.modules, attention)
+            token_ids, positions = chain.inputs(rows)
+            hidden = self._modules.forward(rows.module, token_ids, positions, hidden, paged)
+            drafting = [w for w, window in enumerate(windows) if window.num_drafts > index]
+            if drafting:
+                logits = self._target.logits(hidden.index_select(0, chain.last_rows(rows, drafting)))
+                chosen, probs = self.choose(index, [windows[w] for w in drafting], logits, chain.rows_of(sampling, drafting))
+                chain.record(index, drafting, chosen, probs)
+            previous = rows
+        return chain.drafts()
+
+    def choose(
+        self, index: int, windows: Sequence[Window], logits: Tensor, sampling: SamplingTensors
+    ) -> tuple[Tensor, Tensor | None]:
+        """Draft number `index` of each window from its module's logits [W, V]: ids [W], and the probabilities
+        [W, V] that they were drawn from (None: every draft is a point mass)."""
+        if sampling.all_greedy:
+            return greedy(logits), None
+        probs = probabilities(logits, sampling)
+        positions = torch.tensor([window.num_tokens + index for window in windows], device=logits.device)
+        return sample(probs, uniform(sampling.seeds, positions, Stream.DRAFT)), probs
+
+    def _groups(self, windows: Sequence[Window], rows: PassRows) -> tuple[AttentionGroup, ...]:
+        spans = []
+        for window, first, count in zip(windows, rows.first_row, rows.num_rows):
+            if count:
+                spans.append(RowSpan(count, first + count, window.module_slots[: first + count]))
+        return build_groups(spans, self._kv_windows, self._storage.layout.dtype, self._target.device)
+
+
+def _pass_rows(windows: Sequence[Window], index: int, num_modules: int) -> PassRows:
+    """The rows of pass number `index` (0-based): depth k = index + 1."""
+    if index >= num_modules:
+        first = tuple(window.end + index - 1 for window in windows)
+        return PassRows(0, 1, True, first, tuple(int(window.num_drafts > index) for window in windows))
+    depth = index + 1
+    ends = (w.end if w.num_drafts > index else min(w.end, w.num_tokens - depth) for w in windows)
+    counts = tuple(
+        max(0, end - window.start) if window.num_passes > index else 0 for window, end in zip(windows, ends)
+    )
+    return PassRows(index, depth, False, tuple(window.start for window in windows), counts)
+
+
+class _Chain:
+    """What the passes of one call hand on to each other: tokens with drafts filled in, slots, chosen drafts."""
+
+    def __init__(self, windows: Sequence[Window], device: torch.device) -> None:
+        self._windows = windows
+        self._device = device
+        self._bases: list[int] = []
+        tokens: list[int] = []
+        for window in windows:
+            self._bases.append(len(tokens) - window.start - 1)  # token t[i] of the window lies at base + i
+            tokens += (*window.token_ids, *(0,) * window.num_drafts)
+        self._tokens = torch.tensor(tokens, dtype=torch.int64).to(device)
+        max_drafts = max((window.num_drafts for window in windows), default=0)
+        self._drafts = torch.full((len(windows), max_drafts), -1, dtype=torch.int64, device=device)
+        self._probs: list[list[Tensor]] = [[] for _ in windows]
+        self.hidden_slots = torch.cat([window.target_slots[window.start : window.end] for window in windows]).to(device)
+
+    def carry(self, hidden: Tensor, previous: PassRows | None, rows: PassRows) -> Tensor:
+        """The rows of the previous pass's output (before the first pass: h0 of the whole window) that `rows` read."""
+        if previous is None:
+            starts = tuple(window.start for window in self._windows)
+            previous = PassRows(0, 0, False, starts, tuple(window.end - window.start for window in self._windows))
+        index: list[int] = []
+        base = 0
+        for w, count in enumerate(rows.num_rows):
+            shift = previous.num_rows[w] - 1 if rows.is_extra else rows.first_row[w] - previous.first_row[w]
+            index += range(base + shift, base + shift + count)
+            base += previous.num_rows[w]
+        return hidden.index_select(0, torch.tensor(index, dtype=torch.int64).to(self._device))
+
+    def inputs(self, rows: PassRows) -> tuple[Tensor, Tensor]:
+        """token_ids [T] and positions [T] of a pass; drafts that earlier passes made are in place."""
+        positions = [p for f, n in zip(rows.first_row, rows.num_rows) for p in range(f + rows.offset, f + rows.offset + n)]
+        index = [
+            base + p
+            for base, f, n in zip(self._bases, rows.first_row, rows.num_rows)
+            for p in range(f + rows.offset, f + rows.offset + n)
+        ]
+        both = torch.tensor([index, positions], dtype=torch.int64).to(self._device)
+        return self._tokens.index_select(0, both[0]), both[1]
+
+    def write_slots(self, rows: PassRows) -> Tensor:
+        """Where each row's KV goes: rows that are exact already go to the reserved block and stay as they are."""
+        parts = []
+        for window, first, count in zip(self._windows, rows.first_row, rows.num_rows):
+            if count:
+                slots = window.module_slots[first : first + count].clone()
+                slots[: max(0, window.num_exact_rows[rows.module] - first)] = RESERVED_SLOT
+                parts.append(slots)
+        return torch.cat(parts).to(self._device)
+
+    def last_rows(self, rows: PassRows, drafting: Sequence[int]) -> Tensor:
+        """Flat index of the last row of each drafting window."""
+        ends = torch.tensor(rows.num_rows).cumsum(0) - 1
+        return ends[list(drafting)].to(self._device)
+
+    def rows_of(self, sampling: SamplingTensors, drafting: Sequence[int]) -> SamplingTensors:
+        if len(drafting) == len(self._windows):
+            return sampling
+        return sampling.rows(torch.tensor(drafting, device=self._device))
+
+    def record(self, index: int, drafting: Sequence[int], chosen: Tensor, probs: Tensor | None) -> None:
+        """Put the drafts of a pass where the next passes read them, and keep what they were drawn from."""
+        where = [self._bases[w] + self._windows[w].num_tokens + index for w in drafting]
+        self._tokens.index_copy_(0, torch.tensor(where).to(self._device), chosen)
+        self._drafts[torch.tensor(drafting).to(self._device), index] = chosen
+        if probs is not None:
+            for w, row in zip(drafting, probs):
+                self._probs[w].append(row)
+
+    def drafts(self) -> Drafts:
+        return Drafts(self._drafts, tuple(torch.stack(rows) if rows else None for rows in self._probs))

@@ -1,0 +1,95 @@
+"""Counts and times of speculative decoding, per request and for a whole engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from foredraft.plan import StepTimes
+
+
+@dataclass
+class SpeculationStats:
+    """How drafts fared.
+
+    num_cycles counts verifications, with and without drafts, and num_drafts those with at least one draft token.
+    drafted_by_depth[d-1] and accepted_by_depth[d-1] count draft tokens made and accepted at depth d.
+    num_rebuilt_rows: module rows computed again after a rejection, a spell at a smaller depth or a preemption.
+    """
+
+    num_cycles: int = 0
+    num_drafts: int = 0
+    num_rebuilt_rows: int = 0
+    drafted_by_depth: list[int] = field(default_factory=list)
+    accepted_by_depth: list[int] = field(default_factory=list)
+
+    def observe(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """Count one verification of `num_draft_tokens` drafts."""
+        self.num_cycles += 1
+        self.num_drafts += num_draft_tokens > 0
+        self._grow(num_draft_tokens)
+        for depth in range(num_draft_tokens):
+            self.drafted_by_depth[depth] += 1
+            self.accepted_by_depth[depth] += depth < num_accepted
+
+    def add(self, other: SpeculationStats) -> None:
+        """Add the counts of `other`."""
+        self.num_cycles += other.num_cycles
+        self.num_drafts += other.num_drafts
+        self.num_rebuilt_rows += other.num_rebuilt_rows
+        self._grow(len(other.drafted_by_depth))
+        for depth, (drafted, accepted) in enumerate(zip(other.drafted_by_depth, other.accepted_by_depth)):
+            self.drafted_by_depth[depth] += drafted
+            self.accepted_by_depth[depth] += accepted
+
+    def _grow(self, depth: int) -> None:
+        missing = depth - len(self.drafted_by_depth)
+        self.drafted_by_depth.extend([0] * missing)
+        self.accepted_by_depth.extend([0] * missing)
+
+    @property
+    def num_drafted_tokens(self) -> int:
+        return sum(self.drafted_by_depth)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(self.accepted_by_depth)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens emitted per verification that had drafts, the bonus or recovered token included."""
+        return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def accepted_rates(self) -> list[float]:
+        """Share of the cycles with drafts in which the draft of depth d was accepted."""
+        return [accepted / self.num_drafts for accepted in self.accepted_by_depth]
+
+    @property
+    def conditional_rates(self) -> list[float]:
+        """Share of the drafts of depth d accepted, among those whose predecessor was (depth 1: among all)."""
+        reached = [self.num_drafts, *self.accepted_by_depth]
+        return [accepted / max(1, before) for accepted, before in zip(self.accepted_by_depth, reached)]
+
+
+@dataclass
+class EngineStats:
+    """Totals of an engine since it was made or since `LLM.reset_stats`. Times in seconds."""
+
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    num_steps: int = 0
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    target_seconds: float = 0.0
+    verification_seconds: float = 0.0
+    drafting_seconds: float = 0.0
+    host_seconds: float = 0.0
+
+    def observe_step(self, times: StepTimes, total_seconds: float) -> None:
+        """Count one step that took `total_seconds` in all; what is in none of the runner's parts is the host's."""
+        self.num_steps += 1
+        self.target_seconds += times.target
+        self.verification_seconds += times.verification
+        self.drafting_seconds += times.drafting
+        self.host_seconds += total_seconds - times.target - times.verification - times.drafting

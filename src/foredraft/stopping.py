@@ -1,0 +1,33 @@
+"""When a request ends: rules that look at one token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+
+class FinishReason(str, Enum):
+    """Why a request ended. `str` so that it prints and serialises as its value."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+def first_stop(
+    new_token_ids: Sequence[int], num_tokens: int, max_total_tokens: int, stop_token_ids: frozenset[int]
+) -> tuple[int, FinishReason | None]:
+    """How many of `new_token_ids` to keep, and why the request ends there (None: it goes on).
+
+    num_tokens: tokens committed before them. What comes first in the sequence wins; a stop token is kept.
+    """
+    for index, token_id in enumerate(new_token_ids):
+        if token_id in stop_token_ids:
+            return index + 1, FinishReason.STOP
+        if num_tokens + index + 1 >= max_total_tokens:
+            return index + 1, FinishReason.LENGTH
+    return len(new_token_ids), None
