@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
+from enum import StrEnum
 
 
-class FinishReason(str, Enum):
-    """Why a request ended. `str` so that it prints and serialises as its value."""
+class FinishReason(StrEnum):
+    """Why a request ended."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 def first_stop(

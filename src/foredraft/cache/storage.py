@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+
 @dataclass(frozen=True)
 class KVShape:
     """What one attention layer stores for a row, and how far back it looks (None: to the start)."""
@@ -78,7 +79,8 @@ class CacheStorage:
             return torch.zeros(self.num_slots, width, dtype=self.layout.dtype, device=device)
 
         return tuple(
-            LayerKV(rows(s.num_kv_heads * s.key_dim), rows(s.num_kv_heads * s.value_dim), s.num_kv_heads) for s in shapes
+            LayerKV(rows(s.num_kv_heads * s.key_dim), rows(s.num_kv_heads * s.value_dim), s.num_kv_heads)
+            for s in shapes
         )
 
     def slots(self, blocks: Sequence[int], num_rows: int) -> Tensor:

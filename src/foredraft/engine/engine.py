@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from foredraft.cache.manager import CacheManager
@@ -41,7 +41,7 @@ class Engine:
     """
 
     def __init__(self, runner: ModelRunner, scheduler: Scheduler, cache: CacheManager, limits: EngineLimits) -> None:
-        self._runner = runner
+        self.runner = runner
         self.scheduler = scheduler
         self.cache = cache
         self.limits = limits
@@ -82,7 +82,7 @@ class Engine:
             plan = self.scheduler.plan()
             if not plan.requests:
                 raise RuntimeError(f"no request can proceed: {self.scheduler.unfinished_ids}")
-            result = self._runner.execute(plan)
+            result = self.runner.execute(plan)
         except BaseException:
             for request_id in self.scheduler.unfinished_ids:
                 self.abort(request_id)
@@ -97,7 +97,7 @@ class Engine:
         return committed
 
     def _close(self, request: Request) -> None:
-        self._runner.forget(request.request_id)
+        self.runner.forget(request.request_id)
         self.stats.speculation.add(request.stats)
 
     def _build_request(self, request_id: str, prompt: tuple[int, ...], params: SamplingParams) -> Request:
@@ -115,7 +115,7 @@ class Engine:
             seed=secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed,
             arrival=self._num_arrivals,
             max_total_tokens=min(wanted, limits.max_model_len),
-            stop_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else limits.eos_token_ids),
+            stop_token_ids=frozenset(params.stop_token_ids).union(() if params.ignore_eos else limits.eos_token_ids),
             depth=depth,
             exact=ExactRows.none(self.scheduler.num_modules),
         )
@@ -142,7 +142,11 @@ class Engine:
             raise RequestError(f"num_speculative_tokens must be between 0 and {self.limits.max_depth}, not {depth}")
 
 
-def build_engine(loaded: LoadedModel, config: EngineConfig, drafter_type: type[Drafter] = Drafter) -> Engine:
+def build_engine(
+    loaded: LoadedModel,
+    config: EngineConfig,
+    drafter_type: Callable[[TargetModel, MtpModules, CacheStorage], Drafter] = Drafter,
+) -> Engine:
     """Put an engine together for a loaded checkpoint. Raises ConfigError for settings that do not fit it."""
     target = TargetModel(loaded.target)
     modules = MtpModules(loaded.mtp) if loaded.mtp is not None else None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from foredraft.engine.engine import build_engine, resolve_depth
 from foredraft.errors import ConfigError, RequestError
 from foredraft.models.builtin import builtin_checkpoint, builtin_mtp_directory
 from foredraft.models.loader import CheckpointInfo, inspect_checkpoint, load_checkpoint
-from foredraft.outputs import RequestOutput, StreamChunk, TextPiece
+from foredraft.outputs import RequestOutput, StreamChunk
 from foredraft.request import Request
 from foredraft.sampling_params import SamplingParams
 from foredraft.scheduler.scheduler import Committed
@@ -41,12 +40,12 @@ class LLM:
         info = inspect_checkpoint(path, mtp)
         depth = resolve_depth(config, info.num_mtp_modules)
         config.check_depth(depth)
-        device = _device(config.device)
-        loaded = load_checkpoint(
-            path, mtp, num_modules=min(depth, info.num_mtp_modules), dtype=_dtype(config, info, device), device=device
-        )
         self.config = config
         self.info = info
+        self.device = _device(config.device)
+        self.dtype = _dtype(config, info, self.device)
+        num_modules = min(depth, info.num_mtp_modules)
+        loaded = load_checkpoint(path, mtp, num_modules=num_modules, dtype=self.dtype, device=self.device)
         self.tokenizer: PreTrainedTokenizerBase | None = loaded.tokenizer
         self.engine = build_engine(loaded, config)
         self._ids = itertools.count()
@@ -109,10 +108,11 @@ class LLM:
             raise RequestError("messages need a chat template, and the tokenizer has none: use generate")
         if not messages or not all(isinstance(m, Mapping) and "role" in m and "content" in m for m in messages):
             raise RequestError('messages must be a list of {"role": ..., "content": ...}')
-        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        conversation = [dict(message) for message in messages]
+        ids: Any = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
         return [int(token_id) for token_id in ids]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[StreamChunk, None, None]:
         """Continue one prompt; yields what each step adds, and the whole output with the last chunk.
 
         Several streams may be read in turn. A stream that is closed early aborts its request.
@@ -120,7 +120,7 @@ class LLM:
         """
         return self._chunks(self._submit(prompt, params or SamplingParams()))
 
-    def _chunks(self, request: _OpenRequest) -> Iterator[StreamChunk]:
+    def _chunks(self, request: _OpenRequest) -> Generator[StreamChunk, None, None]:
         try:
             while True:
                 while not request.chunks:

@@ -61,7 +61,9 @@ class PagedAttention:
     kv: Sequence[LayerKV]
     groups: tuple[AttentionGroup, ...]
 
-    def attend(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
         """Store `key` and `value` [1, kv_heads, T, dim], attend with `query` [1, heads, T, dim]; [1, T, heads, dim]."""
         kv = self.kv[layer_idx]
         num_rows = query.shape[2]
@@ -167,7 +169,9 @@ def _paged_attention_forward(
     if paged is None:
         raise ModelLoadError(f"{type(module).__name__} does not hand on the keyword `paged`: not an ordinary attention")
     if attention_mask is not None:
-        raise ModelLoadError(f"{type(module).__name__} builds an attention mask of its own, which Foredraft does not run")
+        raise ModelLoadError(
+            f"{type(module).__name__} builds an attention mask of its own, which Foredraft does not run"
+        )
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if unknown:
         raise ModelLoadError(f"{type(module).__name__} uses {', '.join(unknown)}, which Foredraft does not run yet")

@@ -21,7 +21,9 @@ class MtpModules:
         self.num_modules = len(mtp.layers)
         self.kv_shapes = self._probe()
 
-    def forward(self, module: int, token_ids: Tensor, positions: Tensor, hidden: Tensor, paged: PagedAttention) -> Tensor:
+    def forward(
+        self, module: int, token_ids: Tensor, positions: Tensor, hidden: Tensor, paged: PagedAttention
+    ) -> Tensor:
         """Run module number `module` (0 is the one of depth 1); all rows flattened.
 
         token_ids [T] the tokens one further per depth than the rows; positions [T] theirs; hidden [T, hidden_size]
@@ -52,8 +54,8 @@ class MtpModules:
         return self._mtp.rotary_emb(embeddings, position_ids=position_ids)
 
     def _probe(self) -> tuple[KVShape, ...]:
-        probe = AttentionProbe()
-        weight = self._mtp.embed_tokens.weight
+        probe = AttentionProbe.new()
+        weight = self._mtp.embed_tokens.get_parameter("weight")
         row = torch.zeros(1, dtype=torch.int64, device=weight.device)
         hidden = torch.zeros(1, self._mtp.config.hidden_size, dtype=weight.dtype, device=weight.device)
         with torch.inference_mode():

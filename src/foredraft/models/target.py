@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from foredraft.cache.storage import KVShape, LayerKV
+from foredraft.cache.storage import KVShape
 from foredraft.errors import ModelLoadError
-from foredraft.models.attention import ATTENTION_NAME, AttentionGroup, PagedAttention
+from foredraft.models.attention import ATTENTION_NAME, PagedAttention
 
 
 class TargetModel:
@@ -23,8 +22,8 @@ class TargetModel:
         self.config = model.config.get_text_config(decoder=True)
         self.device = model.device
         self.dtype = model.dtype
-        self._decoder = model.get_decoder()
-        self._head = model.get_output_embeddings()
+        self._decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
+        self._head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         self.kv_shapes = self._check_and_probe()
 
     @property
@@ -33,7 +32,7 @@ class TargetModel:
 
     @property
     def vocab_size(self) -> int:
-        return int(self._head.weight.shape[0])
+        return int(self._head.get_parameter("weight").shape[0])
 
     def forward(self, token_ids: Tensor, positions: Tensor, paged: PagedAttention) -> Tensor:
         """token_ids, positions [T] -> the state after the final norm (h0), [T, hidden_size]."""
@@ -55,33 +54,37 @@ class TargetModel:
         """
         name = type(self.model).__name__
         token_ids = torch.tensor([0, 1], device=self.device)
-        probe = AttentionProbe()
+        probe = AttentionProbe.new()
         with torch.inference_mode():
             hidden = self.forward(token_ids, token_ids, probe)
             logits = self.model(
                 input_ids=token_ids.unsqueeze(0), position_ids=token_ids.unsqueeze(0), use_cache=False, paged=probe
             ).logits[0]
-            if logits.shape[-1] != self.vocab_size or not torch.allclose(logits, self.logits(hidden), atol=1e-3, rtol=1e-2):
+            own = self.logits(hidden)
+            if logits.shape != own.shape or not torch.allclose(logits, own, atol=1e-3, rtol=1e-2):
                 raise ModelLoadError(f"{name} changes its logits after the head (a scale or a cap); not supported yet")
         return probe.shapes(self.config.num_hidden_layers, name)
 
 
+@dataclass(frozen=True)
 class AttentionProbe(PagedAttention):
     """Stands in for a cache of no rows and records what the layers want to store."""
 
-    def __init__(self) -> None:
-        super().__init__(slots=torch.empty(0), kv=(), groups=())
-        object.__setattr__(self, "_seen", {})
+    seen: dict[int, KVShape] = field(default_factory=dict)
 
-    def attend(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        seen: dict[int, KVShape] = self.__dict__["_seen"]
-        seen[layer_idx] = KVShape(key.shape[1], key.shape[3], value.shape[3], window)
+    @classmethod
+    def new(cls) -> AttentionProbe:
+        return cls(slots=torch.empty(0), kv=(), groups=())
+
+    def attend(
+        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        self.seen[layer_idx] = KVShape(key.shape[1], key.shape[3], value.shape[3], window)
         return value.new_ones(1, query.shape[2], query.shape[1], value.shape[3])
 
     def shapes(self, num_layers: int, name: str) -> tuple[KVShape, ...]:
         """The shapes of layers 0..num_layers-1. Raises ModelLoadError if one of them did not attend."""
-        seen: dict[int, KVShape] = self.__dict__["_seen"]
-        missing = [layer for layer in range(num_layers) if layer not in seen]
+        missing = [layer for layer in range(num_layers) if layer not in self.seen]
         if missing:
             raise ModelLoadError(f"layers {missing} of {name} keep their state without ordinary attention")
-        return tuple(seen[layer] for layer in range(num_layers))
+        return tuple(self.seen[layer] for layer in range(num_layers))

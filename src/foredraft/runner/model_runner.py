@@ -29,7 +29,7 @@ class ModelRunner:
     ) -> None:
         self._target = target
         self._drafter = drafter
-        self._storage = storage
+        self.storage = storage
         self._greedy_drafts = greedy_drafts
         self._draft_probs: dict[str, Tensor] = {}
 
@@ -63,9 +63,9 @@ class ModelRunner:
         device = self._target.device
         if not plans:
             return torch.empty(0, self._target.vocab_size, device=device)
-        inputs = target_inputs(plans, self._storage, device)
+        inputs = target_inputs(plans, self.storage, device)
         hidden = self._target.forward(inputs.token_ids, inputs.positions, inputs.paged)
-        self._storage.hidden.index_copy_(0, inputs.paged.slots, hidden)
+        self.storage.hidden.index_copy_(0, inputs.paged.slots, hidden)
         rows = sampled_rows(plans, inputs.first_rows, device)
         return self._target.logits(hidden.index_select(0, rows))
 
@@ -146,8 +146,8 @@ class ModelRunner:
             num_exact_rows=planned.num_exact_rows,
             num_passes=num_passes,
             num_drafts=num_drafts,
-            target_slots=self._storage.slots(plan.target_blocks, end),
-            module_slots=self._storage.slots(plan.module_blocks, end + max(0, num_drafts - 1)),
+            target_slots=self.storage.slots(plan.target_blocks, end),
+            module_slots=self.storage.slots(plan.module_blocks, end + max(0, num_drafts - 1)),
         )
 
 
@@ -179,7 +179,5 @@ def _pending_drafts(plans: Sequence[RequestPlan]) -> Tensor:
 
 
 def _sampling(plans: Sequence[RequestPlan], device: torch.device, *, force_greedy: bool = False) -> SamplingTensors:
-    params = [
-        (0.0 if force_greedy else p.params.temperature, p.params.top_k, p.params.top_p, p.seed) for p in plans
-    ]
+    params = [(0.0 if force_greedy else p.params.temperature, p.params.top_k, p.params.top_p, p.seed) for p in plans]
     return SamplingTensors.from_params(params, device)

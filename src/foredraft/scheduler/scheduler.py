@@ -125,7 +125,7 @@ class Scheduler:
             victim = self._last_arrival_after(request, planned)
             if victim is None:
                 return 0
-            self._preempt(victim)
+            self.preempt(victim)
         planned[request.request_id] = self._request_plan(request, share)
         return num_rows
 
@@ -167,7 +167,7 @@ class Scheduler:
         later = (r for r in reversed(self._running) if r.arrival > request.arrival)
         return next((r for r in later if r.request_id not in planned), None)
 
-    def _preempt(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
         """Take a request's blocks away. Its tokens and pending drafts stay; all rows are computed again later."""
         self._cache.release(request.request_id)
         self._running.remove(request)

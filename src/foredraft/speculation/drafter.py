@@ -94,7 +94,9 @@ class Drafter:
             drafting = [w for w, window in enumerate(windows) if window.num_drafts > index]
             if drafting:
                 logits = self._target.logits(hidden.index_select(0, chain.last_rows(rows, drafting)))
-                chosen, probs = self.choose(index, [windows[w] for w in drafting], logits, chain.rows_of(sampling, drafting))
+                chosen, probs = self.choose(
+                    index, [windows[w] for w in drafting], logits, chain.rows_of(sampling, drafting)
+                )
                 chain.record(index, drafting, chosen, probs)
             previous = rows
         return chain.drafts()
@@ -125,9 +127,7 @@ def _pass_rows(windows: Sequence[Window], index: int, num_modules: int) -> PassR
         return PassRows(0, 1, True, first, tuple(int(window.num_drafts > index) for window in windows))
     depth = index + 1
     ends = (w.end if w.num_drafts > index else min(w.end, w.num_tokens - depth) for w in windows)
-    counts = tuple(
-        max(0, end - window.start) if window.num_passes > index else 0 for window, end in zip(windows, ends)
-    )
+    counts = tuple(max(0, end - window.start) if window.num_passes > index else 0 for window, end in zip(windows, ends))
     return PassRows(index, depth, False, tuple(window.start for window in windows), counts)
 
 
@@ -163,7 +163,9 @@ class _Chain:
 
     def inputs(self, rows: PassRows) -> tuple[Tensor, Tensor]:
         """token_ids [T] and positions [T] of a pass; drafts that earlier passes made are in place."""
-        positions = [p for f, n in zip(rows.first_row, rows.num_rows) for p in range(f + rows.offset, f + rows.offset + n)]
+        positions = [
+            p for f, n in zip(rows.first_row, rows.num_rows) for p in range(f + rows.offset, f + rows.offset + n)
+        ]
         index = [
             base + p
             for base, f, n in zip(self._bases, rows.first_row, rows.num_rows)

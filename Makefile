@@ -1,0 +1,58 @@
+# One command per job; continuous integration calls the same ones. Needs make, Python >= 3.11 with pip, and a network.
+#
+# make VENV=DIR uses (or creates) the environment in DIR; make PYTHON=python3.12 creates it with that interpreter;
+# make VENV_FLAGS=--system-site-packages creates one that sees what is installed already, such as a torch for a GPU.
+
+PYTHON ?= python3
+VENV ?= .venv
+VENV_FLAGS ?=
+PIP_FLAGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS)
+DEMO_PROMPT := Natalia sold clips to 48 of her friends in April, and then half as many in May. How many clips did she sell altogether? Think step by step.
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check lint check-slow bench clean
+
+help: ## list the commands
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo: $(VENV)/.foredraft ## generate with the built-in model, with and without drafts
+	$(BIN)/foredraft generate "$(DEMO_PROMPT)" --max-tokens 128 --compare
+
+test: lint ## ruff, mypy and all tests but the slow ones
+	$(BIN)/python -m pytest -m "not slow"
+
+check: lint ## ruff, mypy and the rules of the source tree: seconds
+	$(BIN)/python -m pytest tests/test_imports.py
+
+lint: $(VENV)/.foredraft-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+check-slow: $(VENV)/.foredraft-dev ## the slow tests
+	$(BIN)/python -m pytest -m slow
+
+bench: $(VENV)/.foredraft ## speed and acceptance of the built-in model, to benchmarks/results/
+	$(BIN)/foredraft bench speed --peers transformers-dynamic,transformers-static \
+		--output benchmarks/results/speed.json
+	$(BIN)/foredraft bench acceptance --output benchmarks/results/acceptance.json
+
+clean: ## remove caches and build outputs, but not the environment
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+
+# torch comes first, as one version: a range would let pip fetch whichever build is newest, gigabytes of it.
+$(VENV)/.foredraft: pyproject.toml | $(BIN)/python
+	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) torch==2.13.0
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.foredraft-dev: $(VENV)/.foredraft
+	$(PIP) --editable ".[dev]"
+	@touch $@

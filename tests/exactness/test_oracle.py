@@ -1,0 +1,284 @@
+"""The oracle: after any history, the rows that `num_exact_rows` counts equal one prefill of the whole sequence.
+
+A state machine adds requests, makes steps with scripted acceptance, changes depths, preempts and aborts. After every
+step it compares all paged rows with a fresh prefill, and the counts with a brute-force account of which tokens each
+row was computed from. Deliberate faults in the rule show that it notices.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from scripted import greedy_sequence, scripted_engine
+from tiny_models import tiny_glm4_moe, tiny_llama, tiny_mistral
+
+from foredraft.cache.storage import LayerKV
+from foredraft.config import EngineConfig
+from foredraft.engine.engine import Engine, build_engine
+from foredraft.exactness import ExactRows
+from foredraft.models.loader import LoadedModel, load_checkpoint
+from foredraft.request import Request, RequestStatus
+from foredraft.sampling.sampler import SamplingTensors
+from foredraft.sampling_params import SamplingParams
+from foredraft.speculation.drafter import Drafter, Drafts, Window
+
+MAX_NEW_TOKENS = 24
+MAX_LEN = 40
+ORACLE = settings(
+    max_examples=25,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+
+FAULTY = settings(ORACLE, phases=(Phase.generate,), report_multiple_bugs=False, print_blob=False)
+"""For a machine that must fail: no time is spent on finding the smallest failure."""
+
+
+@cache
+def model(kind: str) -> LoadedModel:
+    """A tiny random checkpoint, loaded once."""
+    builders = {"llama": tiny_llama, "mistral": tiny_mistral, "glm4_moe": tiny_glm4_moe}
+    modules = {} if kind == "glm4_moe" else {"num_modules": 4}
+    with tempfile.TemporaryDirectory() as directory:
+        path = builders[kind](Path(directory) / kind, **modules)
+        return load_checkpoint(path, dtype=torch.float32, device=torch.device("cpu"))
+
+
+@cache
+def plain_engine(kind: str) -> Engine:
+    """An engine with a wide budget, for whole prefills and plain decoding."""
+    depth = 3 if kind == "glm4_moe" else None
+    config = EngineConfig(num_speculative_tokens=depth, num_blocks=16, block_size=8, max_num_seqs=1)
+    return build_engine(model(kind), config)
+
+
+@cache
+def sequence(kind: str, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(greedy_sequence(plain_engine(kind), prompt, MAX_NEW_TOKENS + 8))
+
+
+class Account:
+    """Which tokens each module row was computed from, by watching the passes: the rule without its algebra."""
+
+    def __init__(self, num_modules: int) -> None:
+        self.rows: list[dict[int, tuple[int, ...]]] = [{} for _ in range(num_modules)]
+
+    def clear(self) -> None:
+        for rows in self.rows:
+            rows.clear()
+
+    def num_exact_rows(self, token_ids: list[int], num_computed: int) -> tuple[int, ...]:
+        counts = []
+        for depth, rows in enumerate(self.rows, start=1):
+            row = 0
+            while row < num_computed and rows.get(row) == tuple(token_ids[: row + depth + 1]):
+                row += 1
+            counts.append(row)
+        return tuple(counts)
+
+
+class Oracle(RuleBasedStateMachine):
+    """One engine with a small budget and a small pool, so that chunks and preemptions happen by themselves too."""
+
+    kind: ClassVar[str] = "llama"
+    max_depth: ClassVar[int] = 4
+
+    @initialize(budget=st.integers(15, 24), num_blocks=st.integers(12, 22))
+    def start(self, budget: int, num_blocks: int) -> None:
+        config = EngineConfig(
+            num_speculative_tokens=self.max_depth,
+            block_size=4,
+            num_blocks=num_blocks,
+            max_num_seqs=3,
+            max_num_batched_tokens=budget,
+            max_model_len=MAX_LEN,
+        )
+        self.engine, self.drafter = scripted_engine(model(self.kind), config)
+        self.num_modules = self.engine.scheduler.num_modules
+        self.accounts: dict[str, Account] = {}
+        self.num_added = 0
+
+    def requests(self) -> list[Request]:
+        return list(self.engine.scheduler.requests())
+
+    @precondition(lambda self: len(self.requests()) < 4)
+    @rule(prompt=st.lists(st.integers(0, 7), min_size=1, max_size=14), depth=st.integers(0, 4))
+    def add(self, prompt: list[int], depth: int) -> None:
+        name = f"r{self.num_added}"
+        self.num_added += 1
+        params = SamplingParams(
+            max_tokens=MAX_NEW_TOKENS, ignore_eos=True, num_speculative_tokens=min(depth, self.max_depth)
+        )
+        self.drafter.continuations[name] = sequence(self.kind, tuple(prompt))
+        self.accounts[name] = Account(self.num_modules)
+        self.engine.add_request(name, prompt, params)
+
+    @precondition(lambda self: self.requests())
+    @rule(num_right=st.lists(st.integers(0, 4), min_size=4, max_size=4))
+    def step(self, num_right: list[int]) -> None:
+        for request, right in zip(self.requests(), num_right, strict=False):
+            self.drafter.num_right[request.request_id] = right
+        before = {r.request_id: (list(r.token_ids), r.num_computed_tokens) for r in self.requests()}
+        self.drafter.seen.clear()
+        self.engine.step()
+        for request in self.requests():
+            if request.num_computed_tokens < before[request.request_id][1] or request.num_computed_tokens == 0:
+                self.accounts[request.request_id].clear()  # preempted while the step was planned
+        self.watch()
+        self.check()
+
+    @precondition(lambda self: self.requests())
+    @rule(index=st.integers(0, 3), depth=st.integers(0, 4))
+    def change_depth(self, index: int, depth: int) -> None:
+        requests = self.requests()
+        request = requests[index % len(requests)]
+        self.engine.set_num_speculative_tokens(request.request_id, min(depth, self.max_depth))
+
+    @precondition(lambda self: any(r.status is RequestStatus.RUNNING for r in self.requests()))
+    @rule(index=st.integers(0, 3))
+    def preempt(self, index: int) -> None:
+        running = [r for r in self.requests() if r.status is RequestStatus.RUNNING]
+        request = running[index % len(running)]
+        self.engine.scheduler.preempt(request)
+        self.accounts[request.request_id].clear()
+
+    @precondition(lambda self: self.requests())
+    @rule(index=st.integers(0, 3))
+    def abort(self, index: int) -> None:
+        requests = self.requests()
+        self.engine.abort(requests[index % len(requests)].request_id)
+
+    @invariant()
+    def books_balance(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.cache.check_integrity()
+
+    def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            for request in self.requests():
+                self.engine.abort(request.request_id)
+            pools = self.engine.cache.target_pool, self.engine.cache.module_pool
+            assert all(pool.num_free_blocks == pool.num_usable_blocks for pool in pools)
+
+    # -- the oracle itself ---------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Enter into the accounts what the passes of this step wrote."""
+        for window, drafts in self.drafter.seen:
+            account = self.accounts[window.request_id]
+            known = [*self.drafter.continuations[window.request_id][: window.num_tokens], *drafts]
+            for depth in range(1, min(window.num_passes, self.num_modules) + 1):
+                end = window.end if window.num_drafts >= depth else min(window.end, window.num_tokens - depth)
+                for row in range(max(window.start, window.num_exact_rows[depth - 1]), end):
+                    account.rows[depth - 1][row] = tuple(known[: row + depth + 1])
+
+    def check(self) -> None:
+        for request in self.requests():
+            expected = self.drafter.continuations[request.request_id][: request.num_tokens]
+            assert tuple(request.token_ids) == tuple(expected), "the output is not the target's own"
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            self.check_counts(request)
+            self.compare_with_prefill(request)
+
+    def check_counts(self, request: Request) -> None:
+        account = self.accounts[request.request_id]
+        possible = account.num_exact_rows(request.token_ids, request.num_computed_tokens)
+        assert request.exact.num_exact_rows == possible, "the counts are not as large as the history allows"
+
+    def compare_with_prefill(self, request: Request) -> None:
+        fresh = plain_engine(self.kind)
+        prefilled = fresh.add_request("fresh", request.token_ids, SamplingParams(max_tokens=8, ignore_eos=True))
+        fresh.step()
+        try:
+            self.compare(fresh, prefilled, request)
+        finally:
+            fresh.abort("fresh")
+
+    def compare(self, fresh: Engine, prefilled: Request, request: Request) -> None:
+        ours, theirs = self.engine.runner.storage, fresh.runner.storage
+        our_tables = self.engine.cache.tables(request.request_id)
+        their_tables = fresh.cache.tables("fresh")
+        computed = request.num_computed_tokens
+        for our_kv, their_kv in zip(ours.target, theirs.target, strict=True):
+            assert_rows_equal(
+                our_kv, ours.slots(our_tables.target, computed), their_kv, theirs.slots(their_tables.target, computed)
+            )
+        for module, count in enumerate(request.exact.num_exact_rows):
+            assert count <= prefilled.exact.num_exact_rows[module]
+            our_slots, their_slots = ours.slots(our_tables.module, count), theirs.slots(their_tables.module, count)
+            assert_rows_equal(ours.modules[module], our_slots, theirs.modules[module], their_slots)
+
+
+def assert_rows_equal(ours: LayerKV, our_slots: torch.Tensor, theirs: LayerKV, their_slots: torch.Tensor) -> None:
+    for our_rows, their_rows in (
+        (ours.key[our_slots], theirs.key[their_slots]),
+        (ours.value[our_slots], theirs.value[their_slots]),
+    ):
+        if our_rows.numel():
+            bound = 1e-5 * their_rows.abs().max()
+            assert (our_rows - their_rows).abs().max() <= bound, "a row that is counted as exact is not"
+
+
+class MistralOracle(Oracle):
+    """Sliding window attention, in the target and in the modules."""
+
+    kind = "mistral"
+
+
+class ChainedOracle(Oracle):
+    """One module that drafts up to three tokens."""
+
+    kind = "glm4_moe"
+    max_depth = 3
+
+
+@pytest.mark.parametrize("machine", [Oracle, MistralOracle, ChainedOracle])
+def test_exact_after_any_history(machine: type[Oracle]) -> None:
+    run_state_machine_as_test(machine, settings=ORACLE)
+
+
+def test_rebuild_one_row_late_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Drafter.run
+
+    def one_row_late(self: Drafter, windows: Sequence[Window], sampling: SamplingTensors) -> Drafts:
+        late = [replace(w, start=w.start + 1, token_ids=w.token_ids[1:]) if w.end - w.start > 1 else w for w in windows]
+        return run(self, late, sampling)
+
+    monkeypatch.setattr(Drafter, "run", one_row_late)
+    with pytest.raises(AssertionError, match="counted as exact"):
+        run_state_machine_as_test(Oracle, settings=FAULTY)
+
+
+def test_one_exact_row_too_many_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    after_verify = ExactRows.after_verify
+    monkeypatch.setattr(ExactRows, "after_verify", lambda self, num_accepted: after_verify(self, num_accepted + 1))
+    monkeypatch.setattr(Oracle, "check_counts", lambda self, request: None)
+    with pytest.raises(AssertionError, match="counted as exact"):
+        run_state_machine_as_test(Oracle, settings=FAULTY)
+
+
+def test_one_exact_row_too_few_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    after_verify = ExactRows.after_verify
+    monkeypatch.setattr(ExactRows, "after_verify", lambda self, num_accepted: after_verify(self, num_accepted - 1))
+    with pytest.raises(AssertionError, match="as large as"):
+        run_state_machine_as_test(Oracle, settings=FAULTY)

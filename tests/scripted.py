@@ -1,0 +1,75 @@
+"""Scripted drafts: the target's own next tokens, wrong from a chosen depth on, so that any number can be accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from foredraft.cache.storage import CacheStorage
+from foredraft.config import EngineConfig
+from foredraft.engine.engine import Engine, build_engine
+from foredraft.models.loader import LoadedModel
+from foredraft.models.mtp import MtpModules
+from foredraft.models.target import TargetModel
+from foredraft.sampling.sampler import SamplingTensors
+from foredraft.sampling_params import SamplingParams
+from foredraft.speculation.drafter import Drafter, Drafts, Window
+
+
+class ScriptedDrafter(Drafter):
+    """Runs the real passes, but drafts `continuations[request]` as far as `num_right[request]` says, then wrong tokens.
+
+    continuations: whole sequences, prompt included, by request id. `seen` keeps every window with the drafts made in it.
+    """
+
+    def __init__(self, target: TargetModel, modules: MtpModules, storage: CacheStorage) -> None:
+        super().__init__(target, modules, storage)
+        self.vocab_size = target.vocab_size
+        self.continuations: dict[str, Sequence[int]] = {}
+        self.num_right: dict[str, int] = {}
+        self.seen: list[tuple[Window, tuple[int, ...]]] = []
+
+    def run(self, windows: Sequence[Window], sampling: SamplingTensors) -> Drafts:
+        drafts = super().run(windows, sampling)
+        for window, row in zip(windows, drafts.token_ids.tolist(), strict=True):
+            self.seen.append((window, tuple(token_id for token_id in row if token_id >= 0)))
+        return drafts
+
+    def choose(
+        self, index: int, windows: Sequence[Window], logits: Tensor, sampling: SamplingTensors
+    ) -> tuple[Tensor, Tensor | None]:
+        return torch.tensor([self._draft(window, index) for window in windows]), None
+
+    def _draft(self, window: Window, index: int) -> int:
+        position = window.num_tokens + index
+        right = self.continuations[window.request_id][position]
+        return right if index < self.num_right.get(window.request_id, 0) else (right + 1) % self.vocab_size
+
+
+def scripted_engine(loaded: LoadedModel, config: EngineConfig) -> tuple[Engine, ScriptedDrafter]:
+    """An engine over `loaded` whose drafts follow a script."""
+    made: list[ScriptedDrafter] = []
+
+    def make(target: TargetModel, modules: MtpModules, storage: CacheStorage) -> Drafter:
+        made.append(ScriptedDrafter(target, modules, storage))
+        return made[0]
+
+    return build_engine(loaded, config, make), made[0]
+
+
+def finish(engine: Engine, after_step: Callable[[], None] = lambda: None) -> None:
+    """Step until nothing is left, proving the books after every step."""
+    while engine.has_unfinished:
+        engine.step()
+        engine.cache.check_integrity()
+        after_step()
+
+
+def greedy_sequence(engine: Engine, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The prompt and the target's own continuation, by plain decoding."""
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, num_speculative_tokens=0)
+    request = engine.add_request("greedy", prompt, params)
+    finish(engine)
+    return request.token_ids
