@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,6 +13,9 @@ from tiny_models import SHARED_PREFIXES, new_mtp_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from foredraft.config import EngineConfig
+from foredraft.engine.engine import Engine, build_engine
+from foredraft.models.loader import LoadedModel, load_checkpoint
 from foredraft.sampling.sampler import SamplingTensors
 from foredraft.speculation.drafter import Drafter, Drafts, Window
 
@@ -65,6 +69,19 @@ class Reference:
         return torch.stack(logits)
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint as the engine loads it, and as transformers runs it."""
+
+    loaded: LoadedModel
+    reference: Reference
+
+    @classmethod
+    def load(cls, directory: Path, num_modules: int) -> Checkpoint:
+        loaded = load_checkpoint(directory, dtype=torch.float32, device=torch.device("cpu"))
+        return cls(loaded, Reference(directory, num_modules))
+
+
 class RecordingDrafter(ScriptedDrafter):
     """Keeps the logits behind every draft. A request without a continuation is fed the modules' own choice.
 
@@ -102,6 +119,27 @@ class RecordingDrafter(ScriptedDrafter):
             highest, second = theirs.topk(2).values.unbind(-1)
             is_clear = highest - second > 1e-3 * highest.abs()
             assert bool(((ours.argmax(-1) == theirs.argmax(-1)) | ~is_clear).all())
+
+
+def recording_engine(
+    loaded: LoadedModel, depth: int, max_num_seqs: int, budget: int = 1024, max_model_len: int = 80
+) -> tuple[Engine, RecordingDrafter]:
+    """An engine over `loaded` with room for all, and its drafter."""
+    made: list[RecordingDrafter] = []
+
+    def make(*args: object) -> RecordingDrafter:
+        made.append(RecordingDrafter(*args))
+        return made[0]
+
+    config = EngineConfig(
+        num_speculative_tokens=depth,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        block_size=4,
+        num_blocks=128,
+        max_model_len=max_model_len,
+    )
+    return build_engine(loaded, config, make), made[0]
 
 
 def assert_close(ours: Tensor, theirs: Tensor, bound: float = 1e-4) -> None:

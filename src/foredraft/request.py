@@ -19,7 +19,7 @@ class RequestStatus(Enum):
     FINISHED = "finished"
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """State of a request. Only the scheduler changes it.
 

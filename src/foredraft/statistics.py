@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from foredraft.plan import StepTimes
 
@@ -69,6 +70,16 @@ class SpeculationStats:
         """Share of the drafts of depth d accepted, among those whose predecessor was (depth 1: among all)."""
         reached = [self.num_drafts, *self.accepted_by_depth]
         return [accepted / max(1, before) for accepted, before in zip(self.accepted_by_depth, reached)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Counts, and the rates that follow from them, for JSON."""
+        return asdict(self) | {
+            "num_drafted_tokens": self.num_drafted_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "accepted_rates": self.accepted_rates,
+            "conditional_rates": self.conditional_rates,
+        }
 
 
 @dataclass

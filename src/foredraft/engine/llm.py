@@ -133,13 +133,20 @@ class LLM:
             self._discard(request)
 
     def _submit(self, prompt: Prompt, params: SamplingParams) -> _OpenRequest:
-        request = self.engine.add_request(f"request-{next(self._ids)}", self._token_ids(prompt), params)
+        request = self.engine.add_request(f"request-{next(self._ids)}", self.token_ids(prompt), params)
         opened = _OpenRequest(request, self.tokenizer)
         self._open[request.request_id] = opened
         return opened
 
     def _step(self) -> None:
-        for update in self.engine.step():
+        """Run one engine step for all open requests. If it fails, each of them ends with the error, and it is raised."""
+        try:
+            updates = self.engine.step()
+        except BaseException as error:
+            for request in self._open.values():
+                request.fail(error)
+            raise
+        for update in updates:
             self._open[update.request.request_id].take(update)
 
     def _discard(self, request: _OpenRequest) -> None:
@@ -147,7 +154,8 @@ class LLM:
         if self._open.pop(request.request_id, None) is not None:
             self.engine.abort(request.request_id)
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt as they are run; RequestError if it is text and there is no tokenizer."""
         if isinstance(prompt, str):
             return [int(token_id) for token_id in self._require_tokenizer()(prompt)["input_ids"]]
         return list(prompt)
@@ -179,7 +187,13 @@ class _OpenRequest:
             self.output = self._build_output(self._request.finish_reason)
         self.chunks.append(StreamChunk(update.token_ids, tuple(pieces), self.output))
 
-    def _build_output(self, reason: FinishReason) -> RequestOutput:
+    def fail(self, error: BaseException) -> None:
+        """End here because the engine failed; what there is of the text stays."""
+        if self.output is None:
+            self.output = self._build_output(FinishReason.ERROR, f"{type(error).__name__}: {error}")
+            self.chunks.append(StreamChunk((), (), self.output))
+
+    def _build_output(self, reason: FinishReason, error: str | None = None) -> RequestOutput:
         request = self._request
         return RequestOutput(
             request_id=request.request_id,
@@ -188,6 +202,7 @@ class _OpenRequest:
             token_depths=tuple(request.token_depths),
             text=self._detokenizer.text,
             finish_reason=reason,
+            error=error,
             stats=request.stats,
         )
 
@@ -197,6 +212,11 @@ def resolve_model(config: EngineConfig) -> tuple[str | Path, str | Path | None]:
     if config.model is not None:
         return config.model, config.mtp
     return builtin_checkpoint(), config.mtp or builtin_mtp_directory()
+
+
+def describe_model(config: EngineConfig) -> CheckpointInfo:
+    """What the checkpoint that `config` names holds; nothing is loaded."""
+    return inspect_checkpoint(*resolve_model(config))
 
 
 def _config(kind: type[EngineConfig], model: str | Path | None, settings: dict[str, Any]) -> EngineConfig:

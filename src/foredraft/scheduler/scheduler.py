@@ -38,7 +38,7 @@ class _Share:
     num_target_rows: int
     num_lagging_rows: int
     is_sampling: bool
-    window_end: int
+    end: int
 
 
 class Scheduler:
@@ -103,11 +103,15 @@ class Scheduler:
         return StepPlan(tuple(planned.values()))
 
     def _admit(self, budget: int, planned: dict[str, RequestPlan]) -> None:
+        """Start waiting requests, in order, as long as the whole of what they hold so far fits the cache.
+
+        Room for the first chunk alone would let requests in that must push each other out again.
+        """
         while self._waiting and budget > 0 and len(self._running) < self._limits.max_num_seqs:
             request = self._waiting[0]
-            share = self._share(request, budget)
-            if not self._reserve(request, share):
+            if not self._reserve(request, request.num_tokens + len(request.draft_token_ids)):
                 break
+            share = self._share(request, budget)
             self._waiting.popleft()
             request.status = RequestStatus.RUNNING
             self._running.append(request)
@@ -121,7 +125,7 @@ class Scheduler:
         num_rows = share.num_target_rows + share.num_lagging_rows
         if num_rows == 0:
             return 0
-        while not self._reserve(request, share):
+        while not self._reserve(request, max(request.num_computed_tokens, share.end)):
             victim = self._last_arrival_after(request, planned)
             if victim is None:
                 return 0
@@ -152,15 +156,16 @@ class Scheduler:
             num_rows = min(num_rows, request.num_tokens - 1 - computed)
         return _Share(num_rows, lagging, num_rows == request.num_pending_rows, computed + num_rows)
 
-    def _reserve(self, request: Request, share: _Share) -> bool:
-        """Take blocks for the rows that the target and the modules may write in this step."""
-        num_target_rows = request.num_computed_tokens + share.num_target_rows
+    def _reserve(self, request: Request, num_rows: int) -> bool:
+        """Take blocks for rows 0..num_rows-1 of the target and, if the request drafts, of the modules.
+
+        A single module that drafts several tokens also writes a row for each further one.
+        """
         num_module_rows = 0
         if request.depth > 0:
-            num_further = request.depth - 1 if share.is_sampling and request.depth > self._limits.num_modules else 0
-            num_module_rows = max(request.num_computed_tokens, share.window_end) + num_further
-            num_module_rows = min(num_module_rows, request.max_total_tokens)
-        return self._cache.reserve(request.request_id, num_target_rows, num_module_rows)
+            num_further = request.depth - 1 if request.depth > self._limits.num_modules else 0
+            num_module_rows = min(num_rows + num_further, request.max_total_tokens)
+        return self._cache.reserve(request.request_id, num_rows, num_module_rows)
 
     def _last_arrival_after(self, request: Request, planned: dict[str, RequestPlan]) -> Request | None:
         """Who gives way to `request`: the latest arrival after it that is not in the step yet."""
@@ -202,10 +207,10 @@ class Scheduler:
         if depth == 0:
             return None
         start = request.exact.window_start(depth)
-        known = request.num_tokens if share.is_sampling else share.window_end + depth
+        known = request.num_tokens if share.is_sampling else share.end + depth
         return WindowPlan(
             start=start,
-            end=share.window_end,
+            end=share.end,
             token_ids=tuple(request.token_ids[start + 1 : known]),
             num_exact_rows=request.exact.num_exact_rows,
             depth=request.depth if share.is_sampling else depth,
@@ -220,20 +225,16 @@ class Scheduler:
             request = self._requests.get(request_plan.request_id)
             if request is None:
                 continue
-            self._count_rebuilt(request, request_plan)
             if request_plan.is_sampling:
                 committed.append(self._commit_tokens(request, request_plan, outcome))
             else:
                 self._commit_rows(request, request_plan)
         return committed
 
-    def _count_rebuilt(self, request: Request, plan: RequestPlan) -> None:
-        if plan.window is not None:
-            request.stats.num_rebuilt_rows += max(0, min(plan.first_row, plan.window.end) - plan.window.start)
-
     def _commit_rows(self, request: Request, plan: RequestPlan) -> None:
         request.num_computed_tokens += len(plan.token_ids)
         if plan.window is not None:
+            request.stats.num_rebuilt_rows += min(plan.first_row, plan.window.end) - plan.window.start
             request.exact = request.exact.after_rows(request.num_tokens, plan.window.end, plan.window.depth)
 
     def _commit_tokens(self, request: Request, plan: RequestPlan, outcome: RequestResult) -> Committed:
@@ -249,7 +250,8 @@ class Scheduler:
         request.num_computed_tokens = request.num_tokens - 1
         request.exact = request.exact.after_verify(num_accepted)
         request.draft_token_ids = outcome.draft_token_ids
-        if outcome.draft_token_ids:
+        if outcome.draft_token_ids and plan.window is not None:
+            request.stats.num_rebuilt_rows += plan.first_row - plan.window.start
             depth = min(len(outcome.draft_token_ids), self._limits.num_modules)
             request.exact = request.exact.after_draft(request.num_tokens, request.num_computed_tokens, depth)
         if reason is not None:

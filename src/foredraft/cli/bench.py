@@ -1,0 +1,138 @@
+"""`foredraft bench`: speed and acceptance, measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.progress import track
+
+from foredraft.bench.prompts import DEFAULT_PROMPTS, read_prompts
+from foredraft.cli.display import depth_table, open_console
+from foredraft.cli.options import build_prompt, engine_options, load, usage_errors
+from foredraft.config import EngineConfig
+from foredraft.errors import ForedraftError
+from foredraft.sampling_params import SamplingParams
+from foredraft.statistics import SpeculationStats
+
+if TYPE_CHECKING:
+    from foredraft import LLM
+
+DEFAULT_DEPTHS = (1, 2, 3, 4, 5, 6, 8)
+
+bench_app = typer.Typer(name="bench", help="Measure speed and acceptance.", no_args_is_help=True)
+
+Prompts = Annotated[Path, typer.Option("--prompts", help='one JSON object a line, with the key "prompt"')]
+NumPrompts = Annotated[int, typer.Option(min=1, help="how many of them, from the first")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="new tokens for each prompt")]
+Raw = Annotated[bool, typer.Option("--raw", help="leave out the chat template")]
+Output = Annotated[Path | None, typer.Option(help="write the figures here, as JSON")]
+
+
+@bench_app.command()
+@engine_options
+def speed(
+    prompts: Prompts = DEFAULT_PROMPTS,
+    num_prompts: NumPrompts = 8,
+    max_tokens: MaxTokens = 128,
+    depths: Annotated[str, typer.Option(help="draft tokens a step to try; all useful ones if left out")] = "",
+    peers: Annotated[str, typer.Option(help="transformers-dynamic,transformers-static: compare with these too")] = "",
+    batch_size: Annotated[int, typer.Option(min=1, help="prompts that run together")] = 1,
+    raw: Raw = False,
+    output: Output = None,
+    *,
+    config: EngineConfig,
+) -> None:
+    """Tokens per second, greedily and with EOS ignored: plain decoding, every depth, transformers.
+
+    All take turns on each prompt in one process, after a warm-up; figures are medians over the prompts.
+    """
+    from foredraft.bench.speed import measure_speed
+    from foredraft.bench.variants import ForedraftVariant, Variant, load_peers
+
+    wanted = _integers("--depths", depths)
+    if wanted and config.num_speculative_tokens is None:
+        config = replace(config, num_speculative_tokens=max(wanted))
+    with usage_errors():
+        texts = read_prompts(prompts, num_prompts)
+    llm = load(config)
+    tried = wanted or [depth for depth in DEFAULT_DEPTHS if depth <= llm.engine.limits.max_depth]
+    variants: list[Variant] = [ForedraftVariant(llm, depth) for depth in (0, *tried)]
+    variants += load_peers([name for name in peers.split(",") if name], llm)
+    token_ids = _tokenize(llm, texts, is_raw=raw)
+    batches = [token_ids[first : first + batch_size] for first in range(0, len(token_ids), batch_size)]
+    result = measure_speed(variants, _with_progress(batches), max_tokens)
+    console = open_console()
+    console.print(result.table())
+    console.print(f"All outputs identical: {'yes' if result.is_identical else 'NO'}")
+    settings = {"prompts": prompts.name, "max_tokens": max_tokens, "batch_size": batch_size}
+    _write(output, "speed", llm, {"settings": settings, **result.to_dict()})
+
+
+@bench_app.command()
+@engine_options
+def acceptance(
+    prompts: Prompts = DEFAULT_PROMPTS,
+    num_prompts: NumPrompts = 16,
+    max_tokens: MaxTokens = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    seed: Annotated[int, typer.Option(help="the first prompt's; each next one has the next")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on after EOS")] = False,
+    raw: Raw = False,
+    output: Output = None,
+    *,
+    config: EngineConfig,
+) -> None:
+    """How many drafts are accepted, by depth: of all drafts, and of those whose predecessor was accepted."""
+    with usage_errors():
+        texts = read_prompts(prompts, num_prompts)
+        params = [
+            SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed + index, ignore_eos=ignore_eos)
+            for index in range(num_prompts)
+        ]
+    llm = load(config)
+    speculation, num_tokens = SpeculationStats(), 0
+    for result in llm.generate(_tokenize(llm, texts, is_raw=raw), params):
+        if result.error is not None:
+            raise ForedraftError(result.error)
+        speculation.add(result.stats)
+        num_tokens += len(result.token_ids)
+    console = open_console()
+    console.print(depth_table(speculation, box.MARKDOWN))
+    length = speculation.mean_acceptance_length
+    console.print(f"Mean acceptance length {length:.2f}, over {speculation.num_drafts} drafts for {num_tokens} tokens")
+    settings = {"prompts": prompts.name, "num_prompts": num_prompts, "max_tokens": max_tokens}
+    settings |= {"temperature": temperature, "seed": seed, "ignore_eos": ignore_eos}
+    settings["num_speculative_tokens"] = llm.engine.limits.max_depth
+    _write(output, "acceptance", llm, {"settings": settings, "num_tokens": num_tokens, **speculation.to_dict()})
+
+
+def _tokenize(llm: LLM, texts: list[str], *, is_raw: bool) -> list[list[int]]:
+    return [build_prompt(llm, text, is_raw=is_raw) for text in texts]
+
+
+def _with_progress(batches: list[list[list[int]]]) -> Iterator[list[list[int]]]:
+    """Go through the batches, with a bar on standard error if that is a terminal."""
+    notes = open_console(stderr=True)
+    yield from track(batches, "Measuring", console=notes, transient=True, disable=not notes.is_terminal)
+
+
+def _integers(name: str, text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")] if text else []
+    except ValueError:
+        numbers = [0]
+    if any(number < 1 for number in numbers):
+        raise typer.BadParameter(f"{name} must be numbers from 1 on, as in 1,2,4, not {text!r}")
+    return numbers
+
+
+def _write(output: Path | None, benchmark: str, llm: LLM, results: dict[str, Any]) -> None:
+    if output is not None:
+        from foredraft.bench.report import write_report
+
+        write_report(output, benchmark, llm, results)

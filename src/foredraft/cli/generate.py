@@ -1,0 +1,147 @@
+"""`foredraft generate`: continue one prompt, and say how the drafts fared."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from foredraft.cli.display import TextDisplay, depth_table, legend, open_console, summary_table
+from foredraft.cli.options import build_prompt, engine_options, load, usage_errors
+from foredraft.cli.runs import INTERRUPTED, Run, run_prompt
+from foredraft.config import EngineConfig
+from foredraft.errors import ConfigError
+from foredraft.outputs import TextPiece
+from foredraft.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from foredraft import LLM
+
+WARM_UP_TOKENS = 16
+
+
+def _sampling(help_text: str, *flags: str) -> Any:
+    return typer.Option(*flags, help=help_text, rich_help_panel="Sampling")
+
+
+@engine_options
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="the text; `-` or nothing reads standard input")] = None,
+    system: Annotated[str | None, typer.Option(help="a system message before it")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="continue the text as it is, without the chat template")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="run without drafts too, and compare tokens and speed")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print one line of JSON instead of text and statistics")
+    ] = False,
+    max_tokens: Annotated[int, _sampling("most new tokens")] = 256,
+    temperature: Annotated[float, _sampling("0 is greedy")] = 0.0,
+    top_k: Annotated[int, _sampling("sample among the k likeliest tokens; 0 is all")] = 0,
+    top_p: Annotated[float, _sampling("sample among the likeliest tokens that make up this probability")] = 1.0,
+    seed: Annotated[int | None, _sampling("the same seed gives the same tokens")] = None,
+    stop_token_id: Annotated[list[int] | None, _sampling("a token that ends the text, besides EOS; repeatable")] = None,
+    ignore_eos: Annotated[bool, _sampling("go on after EOS", "--ignore-eos")] = False,
+    *,
+    config: EngineConfig,
+) -> None:
+    """Continue a prompt: the text on standard output, statistics on standard error.
+
+    On a terminal the colour of the text tells how each token came: the target's own, or accepted at a depth.
+    """
+    text = _read_prompt(prompt)
+    if raw and system is not None:
+        raise typer.BadParameter("--system needs the chat template, which --raw leaves out")
+    with usage_errors():
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop_token_ids=tuple(stop_token_id or ()),
+            ignore_eos=ignore_eos,
+        )
+    llm = load(config)
+    tokens = build_prompt(llm, text, is_raw=raw, system=system)
+    runs = _run(llm, tokens, params, is_comparing=compare, is_quiet=as_json)
+    if as_json:
+        print(json.dumps(_comparison(runs, params) if compare else runs[0].to_dict()))
+    else:
+        _print_statistics(runs, params)
+    if runs[-1].finish_reason == INTERRUPTED:
+        raise typer.Exit(130)
+
+
+def _read_prompt(prompt: str | None) -> str:
+    if prompt is None and sys.stdin.isatty():
+        raise typer.BadParameter("give a PROMPT, or pipe one into standard input")
+    if prompt is None or prompt == "-":
+        try:
+            prompt = sys.stdin.read().rstrip("\n")
+        except UnicodeDecodeError as error:
+            raise typer.BadParameter(f"standard input is not text: {error}") from error
+    if not prompt:
+        raise typer.BadParameter("the prompt is empty")
+    return prompt
+
+
+def _run(llm: LLM, prompt: list[int], params: SamplingParams, *, is_comparing: bool, is_quiet: bool) -> list[Run]:
+    """The run to show, last; before it, for a comparison, one without drafts. Text goes out unless `is_quiet`."""
+    depth = llm.engine.limits.max_depth
+    display, notes = TextDisplay(), open_console(stderr=True)
+    runs = []
+    if is_comparing:
+        if not depth:
+            raise ConfigError("--compare needs drafts: a checkpoint with MTP modules and --num-speculative-tokens > 0")
+        for warm_up_depth in (0, depth):
+            warm_up = replace(params, max_tokens=WARM_UP_TOKENS, num_speculative_tokens=warm_up_depth)
+            llm.generate([prompt], warm_up)
+        plain = replace(params, num_speculative_tokens=0)
+        # The text comes on standard output once: this first time it is only for somebody who watches.
+        watch = _dim(notes) if notes.is_terminal and not is_quiet else _ignore
+        runs.append(run_prompt(llm, prompt, plain, 0, watch))
+        watch(TextPiece("\n\n", 0))
+        if runs[0].finish_reason == INTERRUPTED:
+            return runs
+    if display.is_coloured and depth and not is_quiet:
+        notes.print(legend(depth))
+    runs.append(run_prompt(llm, prompt, params, depth, _ignore if is_quiet else display.show))
+    if not is_quiet:
+        display.end()
+    return runs
+
+
+def _ignore(piece: TextPiece) -> None:
+    pass
+
+
+def _dim(console: Console) -> Callable[[TextPiece], None]:
+    return lambda piece: console.print(Text(piece.text, "dim"), end="", soft_wrap=True)
+
+
+def _print_statistics(runs: list[Run], params: SamplingParams) -> None:
+    notes = open_console(stderr=True)
+    notes.print(summary_table(runs))
+    if runs[-1].stats.speculation.num_drafts:
+        notes.print(depth_table(runs[-1].stats.speculation))
+    if len(runs) == 2 and runs[-1].finish_reason != INTERRUPTED:
+        found = _comparison(runs, params)
+        same = {True: "identical", False: "NOT identical", None: "sampled, so not comparable"}[found["is_identical"]]
+        notes.print(f"tokens with and without drafts: {same}; {found['ratio']:.2f} times as fast with drafts")
+
+
+def _comparison(runs: list[Run], params: SamplingParams) -> dict[str, Any]:
+    """For JSON. Sampled tokens differ with and without drafts (their distribution does not): nothing to compare."""
+    found: dict[str, Any] = {"plain": runs[0].to_dict()}
+    if len(runs) == 2:
+        found["speculative"] = runs[1].to_dict()
+        found["ratio"] = runs[1].tokens_per_second / runs[0].tokens_per_second
+        found["is_identical"] = None if params.temperature else runs[1].token_ids == runs[0].token_ids
+    return found

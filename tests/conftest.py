@@ -1,0 +1,30 @@
+"""Fixtures and rules for all tests."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+
+from foredraft import LLM
+
+# No deadline: the time of one example says nothing about it where models run on however many cores there are.
+settings.register_profile("foredraft", deadline=None, print_blob=True)
+settings.load_profile("foredraft")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked `gpu` where there is no CUDA device."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def builtin_llm() -> LLM:
+    """The built-in model with its eight modules, in float32 on the CPU. Shared: leave it with no open request."""
+    return LLM(dtype="float32", device="cpu", num_speculative_tokens=8)
