@@ -122,7 +122,12 @@ class RecordingDrafter(ScriptedDrafter):
 
 
 def recording_engine(
-    loaded: LoadedModel, depth: int, max_num_seqs: int, budget: int = 1024, max_model_len: int = 80
+    loaded: LoadedModel,
+    depth: int,
+    max_num_seqs: int,
+    budget: int = 1024,
+    max_model_len: int = 80,
+    num_blocks: int = 128,
 ) -> tuple[Engine, RecordingDrafter]:
     """An engine over `loaded` with room for all, and its drafter."""
     made: list[RecordingDrafter] = []
@@ -136,7 +141,7 @@ def recording_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         block_size=4,
-        num_blocks=128,
+        num_blocks=num_blocks,
         max_model_len=max_model_len,
     )
     return build_engine(loaded, config, make), made[0]

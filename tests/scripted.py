@@ -21,7 +21,7 @@ from foredraft.speculation.drafter import Drafter, Drafts, Window
 class ScriptedDrafter(Drafter):
     """Runs the real passes, but drafts `continuations[request]` as far as `num_right[request]` says, then wrong tokens.
 
-    continuations: whole sequences, prompt included, by request id. `seen` keeps every window with the drafts made in it.
+    continuations: whole sequences, prompt included, by request id. `seen` keeps every window with its drafts.
     """
 
     def __init__(self, target: TargetModel, modules: MtpModules, storage: CacheStorage) -> None:

@@ -45,7 +45,7 @@ class EngineConfig:
         _at_least("max_model_len", self.max_model_len, 2)
 
     def check_depth(self, num_speculative_tokens: int) -> None:
-        """Refuse limits under which a full batch of decodes with `num_speculative_tokens` drafts does not fit a step."""
+        """Refuse limits under which a full batch of decodes, each with so many drafts, does not fit a step."""
         rows = self.max_num_seqs * (num_speculative_tokens + 1)
         if rows > self.max_num_batched_tokens:
             raise ConfigError(

@@ -24,7 +24,7 @@ class DraftCycle:
 class ExactRows:
     """`num_exact_rows[k-1]` is E_k: rows 0..E_k-1 of module k are exact. The counts never grow with k.
 
-    `cycle` is the drafting whose outcome is not known yet; its rows beyond E_k become exact if their drafts are accepted.
+    `cycle` is the drafting whose outcome is not known yet: its rows beyond E_k become exact if drafts are accepted.
     """
 
     num_exact_rows: tuple[int, ...]

@@ -59,6 +59,11 @@ class Request:
         return self.num_tokens + len(self.draft_token_ids) - self.num_computed_tokens
 
     @property
+    def useful_depth(self) -> int:
+        """How many drafts the next token leaves room for: the last token of a sequence is always the target's own."""
+        return max(0, min(self.depth, self.max_total_tokens - self.num_tokens - 2))
+
+    @property
     def is_decoding(self) -> bool:
         """Only the newest token has not been through the target."""
         return self.num_computed_tokens == self.num_tokens - 1

@@ -105,3 +105,23 @@ def test_drafts_equal_the_reference_when_the_depth_changes(
         assert request.token_ids == drafter.continuations[request.request_id][: request.max_total_tokens]
     drafter.assert_equals(checkpoint.reference, {request.request_id: request.token_ids for request in requests})
     assert {len(drafts) for _, drafts in drafter.seen} >= set(depths) - {0}
+
+
+@pytest.mark.parametrize(("kind", "depth"), [("llama", 3), ("glm4_moe", 3), ("mistral sliding", 2)])
+@pytest.mark.parametrize("budget", [16, 1024])
+def test_drafts_equal_the_reference_after_preemptions(
+    checkpoints: Callable[[str], Checkpoint], kind: str, depth: int, budget: int
+) -> None:
+    checkpoint = checkpoints(kind)
+    engine, drafter = recording_engine(
+        checkpoint.loaded, depth, max_num_seqs=4, budget=budget, num_blocks=12, max_model_len=40
+    )
+    requests = []
+    for name, prompt in prompts((1, 5, 9, 12, 8)).items():
+        drafter.continuations[name] = checkpoint.reference.sequence(prompt, 28)
+        requests.append(engine.add_request(name, prompt, SamplingParams(max_tokens=24)))
+    finish(engine)
+    assert engine.stats.num_preemptions > 0
+    for request in requests:
+        assert request.token_ids == drafter.continuations[request.request_id][: request.max_total_tokens]
+    drafter.assert_equals(checkpoint.reference, {request.request_id: request.token_ids for request in requests})

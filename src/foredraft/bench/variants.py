@@ -88,16 +88,19 @@ class TransformersVariant:
         return Generation(new_token_ids, time.perf_counter() - started)
 
 
+def check_peers(names: list[str]) -> None:
+    """Raise ConfigError for a name that `load_peers` does not know."""
+    if unknown := sorted(set(names) - set(TRANSFORMERS_CACHES)):
+        raise ConfigError(f"unknown peers {', '.join(unknown)}; known are {', '.join(TRANSFORMERS_CACHES)}")
+
+
 def load_peers(names: list[str], llm: LLM) -> list[TransformersVariant]:
     """The variants of transformers called `names`: one model of their own, from the files that `llm` was loaded from.
 
     It has transformers' default attention (ours is set in the model object, so that one cannot be shared).
     """
-    if unknown := sorted(set(names) - set(TRANSFORMERS_CACHES)):
-        raise ConfigError(f"unknown peers {', '.join(unknown)}; known are {', '.join(TRANSFORMERS_CACHES)}")
-    if not names:
-        return []
-    model = _load_model(llm.info.path, llm.dtype, llm.device)
+    check_peers(names)
+    model = _load_model(llm.info.path, llm.dtype, llm.device) if names else None
     return [TransformersVariant(name, model) for name in names]
 
 

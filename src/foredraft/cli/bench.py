@@ -52,17 +52,18 @@ def speed(
     All take turns on each prompt in one process, after a warm-up; figures are medians over the prompts.
     """
     from foredraft.bench.speed import measure_speed
-    from foredraft.bench.variants import ForedraftVariant, Variant, load_peers
+    from foredraft.bench.variants import ForedraftVariant, Variant, check_peers, load_peers
 
-    wanted = _integers("--depths", depths)
+    wanted, peer_names = _integers("--depths", depths), [name for name in peers.split(",") if name]
     if wanted and config.num_speculative_tokens is None:
         config = replace(config, num_speculative_tokens=max(wanted))
     with usage_errors():
+        check_peers(peer_names)
         texts = read_prompts(prompts, num_prompts)
     llm = load(config)
     tried = wanted or [depth for depth in DEFAULT_DEPTHS if depth <= llm.engine.limits.max_depth]
     variants: list[Variant] = [ForedraftVariant(llm, depth) for depth in (0, *tried)]
-    variants += load_peers([name for name in peers.split(",") if name], llm)
+    variants += load_peers(peer_names, llm)
     token_ids = _tokenize(llm, texts, is_raw=raw)
     batches = [token_ids[first : first + batch_size] for first in range(0, len(token_ids), batch_size)]
     result = measure_speed(variants, _with_progress(batches), max_tokens)

@@ -37,7 +37,7 @@ class EngineLimits:
 class Engine:
     """Serves many requests at once, one step at a time. Not thread-safe: one caller drives it.
 
-    Anything that a request may ask is checked in `add_request`, which raises RequestError and leaves the engine as it was.
+    Anything that a request may ask is checked in `add_request`, which raises RequestError and changes nothing.
     """
 
     def __init__(self, runner: ModelRunner, scheduler: Scheduler, cache: CacheManager, limits: EngineLimits) -> None:

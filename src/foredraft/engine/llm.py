@@ -118,10 +118,13 @@ class LLM:
         Several streams may be read in turn. A stream that is closed early aborts its request.
         Raises RequestError at once, before the first chunk is asked for.
         """
-        return self._chunks(self._submit(prompt, params or SamplingParams()))
+        chunks = self._chunks(self._submit(prompt, params or SamplingParams()))
+        next(chunks)  # a generator that was never begun would not abort its request when it is closed
+        return chunks
 
     def _chunks(self, request: _OpenRequest) -> Generator[StreamChunk, None, None]:
         try:
+            yield StreamChunk((), ())
             while True:
                 while not request.chunks:
                     self._step()
@@ -139,7 +142,7 @@ class LLM:
         return opened
 
     def _step(self) -> None:
-        """Run one engine step for all open requests. If it fails, each of them ends with the error, and it is raised."""
+        """Run one engine step for all open requests. A failure ends each of them with the error, and is raised."""
         try:
             updates = self.engine.step()
         except BaseException as error:

@@ -27,7 +27,7 @@ class ModelRunner:
     def __init__(
         self, target: TargetModel, drafter: Drafter | None, storage: CacheStorage, *, greedy_drafts: bool = False
     ) -> None:
-        self._target = target
+        self.target = target
         self._drafter = drafter
         self.storage = storage
         self._greedy_drafts = greedy_drafts
@@ -54,20 +54,20 @@ class ModelRunner:
         self._draft_probs.pop(request_id, None)
 
     def _now(self) -> float:
-        if self._target.device.type == "cuda":
-            torch.cuda.synchronize(self._target.device)
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
 
     def _run_target(self, plans: Sequence[RequestPlan]) -> Tensor:
         """Forward all target rows, store h0, and return the logits [R, V] of the rows that are sampled."""
-        device = self._target.device
+        device = self.target.device
         if not plans:
-            return torch.empty(0, self._target.vocab_size, device=device)
+            return torch.empty(0, self.target.vocab_size, device=device)
         inputs = target_inputs(plans, self.storage, device)
-        hidden = self._target.forward(inputs.token_ids, inputs.positions, inputs.paged)
+        hidden = self.target.forward(inputs.token_ids, inputs.positions, inputs.paged)
         self.storage.hidden.index_copy_(0, inputs.paged.slots, hidden)
         rows = sampled_rows(plans, inputs.first_rows, device)
-        return self._target.logits(hidden.index_select(0, rows))
+        return self.target.logits(hidden.index_select(0, rows))
 
     def _verify(self, plans: Sequence[RequestPlan], logits: Tensor) -> Emitted:
         """Decide drafts and draw the next token, greedy and sampled requests apart. logits: [sum(drafts + 1), V]."""
@@ -114,7 +114,7 @@ class ModelRunner:
         if not members or self._drafter is None:
             return {}
         windows = [window for _, window in members]
-        sampling = _sampling([plan for plan, _ in members], self._target.device, force_greedy=self._greedy_drafts)
+        sampling = _sampling([plan for plan, _ in members], self.target.device, force_greedy=self._greedy_drafts)
         drafts = self._drafter.run(windows, sampling)
         for window, probs in zip(windows, drafts.probs):
             if probs is not None:

@@ -141,7 +141,7 @@ class Scheduler:
         return max(0, request.num_computed_tokens - request.exact.window_start(depth) - depth)
 
     def _module_depth(self, request: Request) -> int:
-        return min(request.depth, self._limits.num_modules)
+        return min(request.useful_depth, self._limits.num_modules)
 
     def _share(self, request: Request, budget: int) -> _Share:
         """What a request may take of `budget` rows. Rows of its modules that lag behind come first."""
@@ -162,8 +162,9 @@ class Scheduler:
         A single module that drafts several tokens also writes a row for each further one.
         """
         num_module_rows = 0
-        if request.depth > 0:
-            num_further = request.depth - 1 if request.depth > self._limits.num_modules else 0
+        depth = request.useful_depth
+        if depth > 0:
+            num_further = depth - 1 if depth > self._limits.num_modules else 0
             num_module_rows = min(num_rows + num_further, request.max_total_tokens)
         return self._cache.reserve(request.request_id, num_rows, num_module_rows)
 
@@ -213,7 +214,7 @@ class Scheduler:
             end=share.end,
             token_ids=tuple(request.token_ids[start + 1 : known]),
             num_exact_rows=request.exact.num_exact_rows,
-            depth=request.depth if share.is_sampling else depth,
+            depth=request.useful_depth if share.is_sampling else depth,
         )
 
     # -- committing --------------------------------------------------------------------------------------------------
@@ -244,7 +245,7 @@ class Scheduler:
         )
         depths = (*range(1, num_accepted + 1), 0)
         committed = Committed(request, outcome.token_ids[:kept], depths[:kept])
-        request.stats.observe(plan.num_draft_tokens, num_accepted)
+        request.stats.observe(plan.num_draft_tokens, min(num_accepted, kept))
         request.token_ids += committed.token_ids
         request.token_depths += committed.token_depths
         request.num_computed_tokens = request.num_tokens - 1
