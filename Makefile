@@ -1,7 +1,8 @@
 # One command per job; continuous integration calls the same ones. Needs make, Python >= 3.11 with pip, and a network.
 #
 # make VENV=DIR uses (or creates) the environment in DIR; make PYTHON=python3.12 creates it with that interpreter;
-# make VENV_FLAGS=--system-site-packages creates one that sees what is installed already, such as a torch for a GPU.
+# make VENV_FLAGS=--system-site-packages creates one that sees what is installed already, such as a torch for a GPU;
+# make PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" takes the smaller torch without CUDA.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +11,7 @@ PIP_FLAGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS)
-DEMO_PROMPT := Natalia sold clips to 48 of her friends in April, and then half as many in May. How many clips did she sell altogether? Think step by step.
+DEMO_PROMPT := Write a Python function that adds up the numbers of a list, and explain it.
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check lint check-slow bench clean
@@ -47,7 +48,7 @@ clean: ## remove caches and build outputs, but not the environment
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 
-# torch comes first, as one version: a range would let pip fetch whichever build is newest, gigabytes of it.
+# torch comes first and as one version, unless there is one: for a range pip may fetch gigabytes of a newer build.
 $(VENV)/.foredraft: pyproject.toml | $(BIN)/python
 	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) torch==2.13.0
 	$(PIP) --editable .

@@ -162,6 +162,7 @@ def test_colours_tell_the_depths_where_the_terminal_has_them(
         (["generate", "hello", "--dtype", "int3"], "dtype must be one of auto, float32"),
         (["generate", "hello", "--system", "Be brief.", "--raw"], "--system needs the chat template"),
         (["generate", ""], "the prompt is empty"),
+        (["generate", "\udcff"], "the prompt is not UTF-8 text"),
         (["bench", "speed", "--depths", "1,two"], "--depths must be numbers"),
         (["bench", "speed", "--prompts", "no/such/file"], "prompts file no/such/file cannot be read"),
         (["swim"], "No such command 'swim'"),

@@ -111,6 +111,19 @@ def test_a_seeded_request_returns_the_same_tokens_in_any_company(llama: Checkpoi
     assert requests[-1].token_ids == alone.token_ids
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_preempted_request_keeps_its_drafts_and_so_its_tokens(small: Checkpoint, mode: str) -> None:
+    params = [SamplingParams(max_tokens=20, temperature=3.0, seed=seed) for seed in range(12)]
+    roomy = engine_of(small, depth=2, draft_sampling=mode)
+    crowded = engine_of(small, depth=2, draft_sampling=mode, num_blocks=10)
+    expected = serve(roomy, [[1, 2, 3]] * 12, params)
+    preempted = serve(crowded, [[1, 2, 3]] * 12, params)
+    assert roomy.stats.num_preemptions == 0
+    assert crowded.stats.num_preemptions > 10
+    assert roomy.stats.speculation.num_accepted_tokens > 20
+    assert [request.token_ids for request in preempted] == [request.token_ids for request in expected]
+
+
 def test_different_seeds_and_no_seed_differ(llama: Checkpoint) -> None:
     engine = engine_of(llama)
     seeded = [SamplingParams(max_tokens=12, temperature=0.9, seed=seed) for seed in (1, 2, 2**63 - 1)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -66,7 +66,7 @@ def one_thread() -> Iterator[None]:
 @cache
 def model(kind: str) -> LoadedModel:
     """A tiny random checkpoint, loaded once."""
-    builders = {"llama": tiny_llama, "mistral": tiny_mistral, "glm4_moe": tiny_glm4_moe}
+    builders: dict[str, Callable[..., Path]] = {"llama": tiny_llama, "mistral": tiny_mistral, "glm4_moe": tiny_glm4_moe}
     modules = {} if kind == "glm4_moe" else {"num_modules": 4}
     with tempfile.TemporaryDirectory() as directory:
         path = builders[kind](Path(directory) / kind, **modules)

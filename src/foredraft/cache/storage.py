@@ -72,16 +72,24 @@ class CacheStorage:
         self.num_slots = num_blocks * block_size
         self.target = self._allocate(layout.target, device)
         self.modules = self._allocate(layout.modules, device)
-        self.hidden = torch.zeros(self.num_slots, layout.hidden_size, dtype=layout.dtype, device=device)
+        self.hidden = self._rows(layout.hidden_size, device)
 
     def _allocate(self, shapes: Sequence[KVShape], device: torch.device) -> tuple[LayerKV, ...]:
-        def rows(width: int) -> Tensor:
-            return torch.zeros(self.num_slots, width, dtype=self.layout.dtype, device=device)
-
         return tuple(
-            LayerKV(rows(s.num_kv_heads * s.key_dim), rows(s.num_kv_heads * s.value_dim), s.num_kv_heads)
-            for s in shapes
+            LayerKV(
+                self._rows(shape.num_kv_heads * shape.key_dim, device),
+                self._rows(shape.num_kv_heads * shape.value_dim, device),
+                shape.num_kv_heads,
+            )
+            for shape in shapes
         )
+
+    def _rows(self, width: int, device: torch.device) -> Tensor:
+        """A row per slot. Only the reserved block is read before it is written (by padding, masked): it must be finite.
+        The rest is left untouched, so that a CPU gives memory to the blocks that are used and to no others."""
+        rows = torch.empty(self.num_slots, width, dtype=self.layout.dtype, device=device)
+        rows[: self.block_size] = 0
+        return rows
 
     def slots(self, blocks: Sequence[int], num_rows: int) -> Tensor:
         """Slots of rows 0..num_rows-1 of a request that holds `blocks`, int64 [num_rows] on the CPU."""

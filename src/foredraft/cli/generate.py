@@ -82,48 +82,53 @@ def generate(
 def _read_prompt(prompt: str | None) -> str:
     if prompt is None and sys.stdin.isatty():
         raise typer.BadParameter("give a PROMPT, or pipe one into standard input")
-    if prompt is None or prompt == "-":
-        try:
-            prompt = sys.stdin.read().rstrip("\n")
-        except UnicodeDecodeError as error:
-            raise typer.BadParameter(f"standard input is not text: {error}") from error
-    if not prompt:
+    try:
+        text = sys.stdin.read().rstrip("\n") if prompt is None or prompt == "-" else prompt
+        text.encode()  # bytes that are no UTF-8 may have come through as lone surrogates
+    except UnicodeError as error:
+        raise typer.BadParameter("the prompt is not UTF-8 text") from error
+    if not text:
         raise typer.BadParameter("the prompt is empty")
-    return prompt
+    return text
 
 
 def _run(llm: LLM, prompt: list[int], params: SamplingParams, *, is_comparing: bool, is_quiet: bool) -> list[Run]:
-    """The run to show, last; before it, for a comparison, one without drafts. Text goes out unless `is_quiet`."""
+    """The run with drafts, and before it, for a comparison, one without. Text goes out unless `is_quiet`."""
     depth = llm.engine.limits.max_depth
-    display, notes = TextDisplay(), open_console(stderr=True)
     runs = []
     if is_comparing:
         if not depth:
             raise ConfigError("--compare needs drafts: a checkpoint with MTP modules and --num-speculative-tokens > 0")
-        for warm_up_depth in (0, depth):
-            warm_up = replace(params, max_tokens=WARM_UP_TOKENS, num_speculative_tokens=warm_up_depth)
-            llm.generate([prompt], warm_up)
-        plain = replace(params, num_speculative_tokens=0)
-        # The text comes on standard output once: this first time it is only for somebody who watches.
-        watch = _dim(notes) if notes.is_terminal and not is_quiet else _ignore
-        runs.append(run_prompt(llm, prompt, plain, 0, watch))
-        watch(TextPiece("\n\n", 0))
+        runs.append(_run_plain(llm, prompt, params, is_quiet=is_quiet))
         if runs[0].finish_reason == INTERRUPTED:
             return runs
-    if display.is_coloured and depth and not is_quiet:
-        notes.print(legend(depth))
-    runs.append(run_prompt(llm, prompt, params, depth, _ignore if is_quiet else display.show))
-    if not is_quiet:
-        display.end()
+    if is_quiet:
+        return [*runs, run_prompt(llm, prompt, params, depth, _ignore)]
+    display = TextDisplay()
+    if display.is_coloured and depth:
+        open_console(stderr=True).print(legend(depth))
+    runs.append(run_prompt(llm, prompt, params, depth, display.show))
+    display.end()
     return runs
 
 
-def _ignore(piece: TextPiece) -> None:
-    pass
+def _run_plain(llm: LLM, prompt: list[int], params: SamplingParams, *, is_quiet: bool) -> Run:
+    """Warm up with and without drafts, then run without. Standard output is for the other run: it has one text."""
+    for depth in (None, 0):
+        llm.generate([prompt], replace(params, max_tokens=WARM_UP_TOKENS, num_speculative_tokens=depth))
+    notes = open_console(stderr=True)
+    show = _dim(notes) if notes.is_terminal and not is_quiet else _ignore
+    run = run_prompt(llm, prompt, replace(params, num_speculative_tokens=0), 0, show)
+    show(TextPiece("\n\n", 0))
+    return run
 
 
 def _dim(console: Console) -> Callable[[TextPiece], None]:
     return lambda piece: console.print(Text(piece.text, "dim"), end="", soft_wrap=True)
+
+
+def _ignore(piece: TextPiece) -> None:
+    pass
 
 
 def _print_statistics(runs: list[Run], params: SamplingParams) -> None:
@@ -131,17 +136,19 @@ def _print_statistics(runs: list[Run], params: SamplingParams) -> None:
     notes.print(summary_table(runs))
     if runs[-1].stats.speculation.num_drafts:
         notes.print(depth_table(runs[-1].stats.speculation))
-    if len(runs) == 2 and runs[-1].finish_reason != INTERRUPTED:
-        found = _comparison(runs, params)
+    found = _comparison(runs, params)
+    if "ratio" in found:
         same = {True: "identical", False: "NOT identical", None: "sampled, so not comparable"}[found["is_identical"]]
         notes.print(f"tokens with and without drafts: {same}; {found['ratio']:.2f} times as fast with drafts")
 
 
 def _comparison(runs: list[Run], params: SamplingParams) -> dict[str, Any]:
-    """For JSON. Sampled tokens differ with and without drafts (their distribution does not): nothing to compare."""
-    found: dict[str, Any] = {"plain": runs[0].to_dict()}
-    if len(runs) == 2:
-        found["speculative"] = runs[1].to_dict()
+    """Both runs and, if they ended by themselves, how they compare; for JSON.
+
+    Sampled tokens differ with and without drafts (their distribution does not), so that there is nothing to compare.
+    """
+    found: dict[str, Any] = {name: run.to_dict() for name, run in zip(("plain", "speculative"), runs)}
+    if len(runs) == 2 and runs[1].finish_reason != INTERRUPTED:
         found["ratio"] = runs[1].tokens_per_second / runs[0].tokens_per_second
         found["is_identical"] = None if params.temperature else runs[1].token_ids == runs[0].token_ids
     return found

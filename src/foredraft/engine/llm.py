@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.config import EngineConfig
@@ -109,8 +110,11 @@ class LLM:
         if not messages or not all(isinstance(m, Mapping) and "role" in m and "content" in m for m in messages):
             raise RequestError('messages must be a list of {"role": ..., "content": ...}')
         conversation = [dict(message) for message in messages]
-        ids: Any = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
-        return [int(token_id) for token_id in ids]
+        try:
+            text: Any = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+        except TemplateError as error:
+            raise RequestError(f"messages do not fit the chat template: {error}") from error
+        return self._encode(tokenizer, text, add_special_tokens=False)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[StreamChunk, None, None]:
         """Continue one prompt; yields what each step adds, and the whole output with the last chunk.
@@ -160,8 +164,16 @@ class LLM:
     def token_ids(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt as they are run; RequestError if it is text and there is no tokenizer."""
         if isinstance(prompt, str):
-            return [int(token_id) for token_id in self._require_tokenizer()(prompt)["input_ids"]]
+            return self._encode(self._require_tokenizer(), prompt, add_special_tokens=True)
         return list(prompt)
+
+    @staticmethod
+    def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the prompt is not Unicode text: {error.reason} at character {error.start}") from error
+        return [int(token_id) for token_id in tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]]
 
     def _require_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:

@@ -181,10 +181,22 @@ def _check_runnable(path: Path, config: PreTrainedConfig) -> str:
     kinds = [*(getattr(text_config, "layer_types", None) or []), *(getattr(text_config, "mtp_layer_types", None) or [])]
     if refused := sorted(set(kinds) - RUNNABLE_LAYER_KINDS):
         raise ModelLoadError(f"{file}: layers of kind {', '.join(refused)} do not run yet")
+    if refused := sorted(kind for kind in _rope_types(text_config) if "dynamic" in kind or kind == "longrope"):
+        raise ModelLoadError(
+            f"{file}: rope_type {', '.join(refused)} turns with the length of the longest sequence in a batch, "
+            f"so cached keys would not be those of one prefill; it does not run"
+        )
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if not model_class._supports_attention_backend or text_config.is_heterogeneous:
         raise ModelLoadError(f"{file}: {model_class.__name__} does not have ordinary attention in all layers alike")
     return str(model_class.__name__)
+
+
+def _rope_types(text_config: Any) -> set[str]:
+    """The kinds of rotary embedding; a configuration holds one set of parameters, or one for each kind of layer."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    several = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+    return {str(one.get("rope_type", "default")) for one in several}
 
 
 def _max_position_embeddings(path: Path, text_config: Any) -> int:
