@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from foredraft.exactness import ExactRows
 from foredraft.sampling_params import SamplingParams
 
 
@@ -11,17 +12,18 @@ from foredraft.sampling_params import SamplingParams
 class WindowPlan:
     """The rows that the MTP modules run over for one request.
 
-    The window starts at row `start` (s). Its end is `end` where no token is sampled; where one is, it is the row
-    before the newest token once verification is known, and `depth` tokens are drafted there.
+    The window starts at row `start` (s) and ends at `end` where no token is sampled. Where one is, verification moves
+    both: accepted drafts make more rows exact, so that it may start later, and it ends before the newest token; `depth`
+    tokens are drafted there.
     token_ids: the committed tokens t[s+1], t[s+2], ... as far as the passes may read them.
-    num_exact_rows: pass k writes rows from num_exact_rows[k-1] on; earlier ones are computed for their output only.
+    exact: pass k writes rows from num_exact_rows[k-1] on; earlier ones are computed for their output only.
     depth: how many passes to run.
     """
 
     start: int
     end: int
     token_ids: tuple[int, ...]
-    num_exact_rows: tuple[int, ...]
+    exact: ExactRows
     depth: int
 
 

@@ -128,7 +128,8 @@ class ModelRunner:
         """The window of a request now that its new tokens are known; None if it has ended or has no use for drafts."""
         planned = plan.window
         assert planned is not None
-        end, num_tokens, num_passes, num_drafts = planned.end, plan.num_tokens, planned.depth, 0
+        start, end, exact = planned.start, planned.end, planned.exact
+        num_tokens, num_passes, num_drafts = plan.num_tokens, planned.depth, 0
         if plan.is_sampling:
             kept, reason = first_stop(new_token_ids, num_tokens, plan.max_total_tokens, plan.stop_token_ids)
             num_tokens += kept
@@ -137,13 +138,15 @@ class ModelRunner:
             end = num_tokens - 1
             if reason is not None or num_drafts <= 0:
                 return None
+            exact = exact.after_verify(len(new_token_ids) - 1)
+            start = exact.window_start(num_passes)
         return Window(
             request_id=plan.request_id,
-            start=planned.start,
+            start=start,
             end=end,
             num_tokens=num_tokens,
-            token_ids=planned.token_ids + new_token_ids,
-            num_exact_rows=planned.num_exact_rows,
+            token_ids=planned.token_ids[start - planned.start :] + new_token_ids,
+            num_exact_rows=exact.num_exact_rows,
             num_passes=num_passes,
             num_drafts=num_drafts,
             target_slots=self.storage.slots(plan.target_blocks, end),

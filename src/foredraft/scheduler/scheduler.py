@@ -213,7 +213,7 @@ class Scheduler:
             start=start,
             end=share.end,
             token_ids=tuple(request.token_ids[start + 1 : known]),
-            num_exact_rows=request.exact.num_exact_rows,
+            exact=request.exact,
             depth=request.useful_depth if share.is_sampling else depth,
         )
 
@@ -252,8 +252,8 @@ class Scheduler:
         request.exact = request.exact.after_verify(num_accepted)
         request.draft_token_ids = outcome.draft_token_ids
         if outcome.draft_token_ids and plan.window is not None:
-            request.stats.num_rebuilt_rows += plan.first_row - plan.window.start
             depth = min(len(outcome.draft_token_ids), self._limits.num_modules)
+            request.stats.num_rebuilt_rows += plan.first_row - request.exact.window_start(depth)
             request.exact = request.exact.after_draft(request.num_tokens, request.num_computed_tokens, depth)
         if reason is not None:
             self._finish(request, reason)
