@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
-from reference import Checkpoint
+from reference import Checkpoint, Reference
 from scipy import stats  # type: ignore[import-untyped]
 from scripted import finish
 from tiny_models import tiny_llama
@@ -75,7 +76,6 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[Sam
 
 # -- seeds -------------------------------------------------------------------------------------------------------------
 
-SEEDED = SamplingParams(max_tokens=20, temperature=0.9, seed=0)
 OTHERS = [
     SamplingParams(max_tokens=24, temperature=1.3),
     SamplingParams(max_tokens=15),
@@ -149,18 +149,18 @@ def test_greedy_seeded_and_unseeded_side_by_side(llama: Checkpoint) -> None:
 
 
 class TwinDrafter(Drafter):
-    """Drafts from the target's own distribution, as transformers computes it from the whole history."""
+    """Drafts from the target's own distribution after PROMPT, as transformers computes it from the whole history."""
 
-    checkpoint: Checkpoint
-    prompt: Sequence[int]
-    expected: float
-    """Sum over first drafts of the target's probability of its most likely token."""
+    def __init__(self, reference: Reference, target: TargetModel, modules: MtpModules, storage: CacheStorage) -> None:
+        super().__init__(target, modules, storage)
+        self._reference = reference
+        self._histories: dict[str, list[int]] = {}
+        self._drafted: dict[str, list[int]] = {}
 
     def run(self, windows: Sequence[Window], sampling: SamplingTensors) -> Drafts:
-        self._histories: dict[str, list[int]] = getattr(self, "_histories", {})
-        self._drafted: dict[str, list[int]] = {window.request_id: [] for window in windows}
+        self._drafted = {window.request_id: [] for window in windows}
         for window in windows:
-            history = self._histories.setdefault(window.request_id, list(self.prompt))
+            history = self._histories.setdefault(window.request_id, list(PROMPT))
             history[window.start + 1 :] = window.token_ids
         return super().run(windows, sampling)
 
@@ -171,7 +171,7 @@ class TwinDrafter(Drafter):
         for window in windows:
             token_ids = [*self._histories[window.request_id], *self._drafted[window.request_id]]
             assert len(token_ids) == window.num_tokens + index
-            rows.append(self.checkpoint.reference.logits(token_ids)[-1])
+            rows.append(self._reference.logits(token_ids)[-1])
         chosen, probs = super().choose(index, windows, torch.stack(rows), sampling)
         for window, token_id in zip(windows, chosen.tolist()):
             self._drafted[window.request_id].append(token_id)
@@ -183,25 +183,12 @@ class TwinDrafter(Drafter):
         """For tests that need more than the tokens."""
 
 
-def twin(checkpoint: Checkpoint, kind: type[TwinDrafter] = TwinDrafter) -> tuple[Make, list[TwinDrafter]]:
-    made: list[TwinDrafter] = []
-
-    def make(target: TargetModel, modules: MtpModules, storage: CacheStorage) -> Drafter:
-        drafter = kind(target, modules, storage)
-        drafter.checkpoint, drafter.prompt, drafter.expected = checkpoint, PROMPT, 0.0
-        made.append(drafter)
-        return drafter
-
-    return make, made
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 0.7, 1.0])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 0.8)])
 def test_drafts_from_the_targets_own_distribution_are_all_accepted(
     llama: Checkpoint, temperature: float, top_k: int, top_p: float
 ) -> None:
-    make, _ = twin(llama)
-    engine = engine_of(llama, depth=3, make=make)
+    engine = engine_of(llama, depth=3, make=partial(TwinDrafter, llama.reference))
     params = [
         SamplingParams(max_tokens=21, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed) for seed in range(5)
     ]
@@ -216,18 +203,24 @@ def test_greedy_drafts_are_accepted_as_often_as_the_target_would_emit_them(
     llama: Checkpoint, temperature: float
 ) -> None:
     class Counting(TwinDrafter):
-        variance = 0.0
+        """Adds up how likely each draft is to be accepted."""
+
+        expected = variance = 0.0
 
         def observe(self, windows: Sequence[Window], logits: Tensor) -> None:
             highest = (logits.double() / temperature).softmax(-1).amax(-1)
             self.expected += float(highest.sum())
             self.variance += float((highest * (1 - highest)).sum())
 
-    make, made = twin(llama, Counting)
+    made: list[Counting] = []
+
+    def make(target: TargetModel, modules: MtpModules, storage: CacheStorage) -> Drafter:
+        made.append(Counting(llama.reference, target, modules, storage))
+        return made[0]
+
     engine = engine_of(llama, depth=1, draft_sampling="greedy", make=make, max_num_seqs=32)
     serve(engine, [PROMPT] * 32, [SamplingParams(max_tokens=20, temperature=temperature, seed=s) for s in range(32)])
     drafter = made[0]
-    assert isinstance(drafter, Counting)
     accepted = engine.stats.speculation.accepted_by_depth[0]
     assert 0.1 < drafter.expected / engine.stats.speculation.num_drafts < 0.98
     assert abs(accepted - drafter.expected) < 5 * math.sqrt(drafter.variance)

@@ -152,7 +152,7 @@ def test_max_model_len_is_reached_exactly(checkpoints: Callable[[str], Checkpoin
     assert request.num_tokens == 32
     assert request.finish_reason is FinishReason.LENGTH
     assert all(position < 31 for position in bench.drafted_positions())
-    assert all(row < 32 for plan in bench.plans for r in plan.requests for row in [r.first_row + len(r.token_ids) - 1])
+    assert all(r.first_row + len(r.token_ids) <= 31 for plan in bench.plans for r in plan.requests)
 
 
 def prompt_with_distinct_continuation(checkpoint: Checkpoint, num_tokens: int) -> list[int]:
@@ -196,8 +196,7 @@ def test_a_rejected_eos_draft_does_not_stop(llama: Checkpoint) -> None:
     prompt = prompt_with_distinct_continuation(llama, 6)
     # The script's wrong drafts are the right token plus one: the second draft is the end-of-sequence token, rejected.
     eos = (llama.reference.sequence(prompt, 6)[8] + 1) % VOCAB_SIZE
-    if eos in llama.reference.sequence(prompt, 12)[6:18]:
-        pytest.skip("the target itself emits that token")
+    assert eos not in llama.reference.sequence(prompt, 12)[6:18]
     bench = Bench(llama, 3, eos_token_id=eos)
     request = bench.add("a", prompt, num_right=1)
     bench.finish()
@@ -266,7 +265,6 @@ def test_no_step_exceeds_the_budget_and_every_input_is_a_token(either: Checkpoin
         assert len(plan.requests) <= 4
         for p in plan.requests:
             assert all(0 <= token_id < VOCAB_SIZE for token_id in p.token_ids)
-            assert p.num_draft_tokens in (0, len(p.token_ids) - 1) or p.first_row + len(p.token_ids) > p.num_tokens
     for request in requests:
         bench.assert_right(request, 12)
 

@@ -180,7 +180,7 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
         request.exact = ExactRows.none(self._limits.num_modules)
-        self._waiting.appendleft(request)
+        self._waiting = deque(sorted((request, *self._waiting), key=lambda waiting: waiting.arrival))
         self.num_preemptions += 1
 
     def _request_plan(self, request: Request, share: _Share) -> RequestPlan:
