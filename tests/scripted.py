@@ -24,8 +24,10 @@ class ScriptedDrafter(Drafter):
     continuations: whole sequences, prompt included, by request id. `seen` keeps every window with its drafts.
     """
 
-    def __init__(self, target: TargetModel, modules: MtpModules, storage: CacheStorage) -> None:
-        super().__init__(target, modules, storage)
+    def __init__(
+        self, target: TargetModel, modules: MtpModules, storage: CacheStorage, vocab_size: int | None = None
+    ) -> None:
+        super().__init__(target, modules, storage, vocab_size)
         self.vocab_size = target.vocab_size
         self.continuations: dict[str, Sequence[int]] = {}
         self.num_right: dict[str, int] = {}
@@ -52,8 +54,8 @@ def scripted_engine(loaded: LoadedModel, config: EngineConfig) -> tuple[Engine, 
     """An engine over `loaded` whose drafts follow a script."""
     made: list[ScriptedDrafter] = []
 
-    def make(target: TargetModel, modules: MtpModules, storage: CacheStorage) -> Drafter:
-        made.append(ScriptedDrafter(target, modules, storage))
+    def make(target: TargetModel, modules: MtpModules, storage: CacheStorage, vocab_size: int | None) -> Drafter:
+        made.append(ScriptedDrafter(target, modules, storage, vocab_size))
         return made[0]
 
     return build_engine(loaded, config, make), made[0]

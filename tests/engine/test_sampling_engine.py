@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint.load(tiny_llama(tmp_path_factory.mktemp("small"), vocab_size=8, num_modules=2, seed=2), 2)
 
 
-Make = Callable[[TargetModel, MtpModules, CacheStorage], Drafter]
+Make = Callable[[TargetModel, MtpModules, CacheStorage, int | None], Drafter]
 
 
 def engine_of(
@@ -48,6 +49,7 @@ def engine_of(
     *,
     depth: int = 3,
     draft_sampling: str = "probabilistic",
+    draft_vocab_size: int | None = None,
     num_blocks: int = 64,
     max_num_seqs: int = 5,
     budget: int = 1024,
@@ -56,6 +58,7 @@ def engine_of(
     config = EngineConfig(
         num_speculative_tokens=depth,
         draft_sampling=draft_sampling,
+        draft_vocab_size=draft_vocab_size,
         block_size=4,
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
@@ -151,8 +154,8 @@ def test_greedy_seeded_and_unseeded_side_by_side(llama: Checkpoint) -> None:
 class TwinDrafter(Drafter):
     """Drafts from the target's own distribution after PROMPT, as transformers computes it from the whole history."""
 
-    def __init__(self, reference: Reference, target: TargetModel, modules: MtpModules, storage: CacheStorage) -> None:
-        super().__init__(target, modules, storage)
+    def __init__(self, reference: Reference, *parts: Any) -> None:
+        super().__init__(*parts)
         self._reference = reference
         self._histories: dict[str, list[int]] = {}
         self._drafted: dict[str, list[int]] = {}
@@ -214,8 +217,8 @@ def test_greedy_drafts_are_accepted_as_often_as_the_target_would_emit_them(
 
     made: list[Counting] = []
 
-    def make(target: TargetModel, modules: MtpModules, storage: CacheStorage) -> Drafter:
-        made.append(Counting(llama.reference, target, modules, storage))
+    def make(target: TargetModel, modules: MtpModules, storage: CacheStorage, vocab_size: int | None) -> Drafter:
+        made.append(Counting(llama.reference, target, modules, storage, vocab_size))
         return made[0]
 
     engine = engine_of(llama, depth=1, draft_sampling="greedy", make=make, max_num_seqs=32)
@@ -264,11 +267,15 @@ def p_value(observed: Tensor, expected: Tensor) -> float:
     return float(stats.chi2.sf(chi_square, len(wanted) - 1))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "draft_vocab_size"), [*((mode, None) for mode in MODES), ("probabilistic", 5)])
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
-def test_emitted_tokens_are_distributed_as_the_targets_own(small: Checkpoint, mode: str, top_p: float) -> None:
+def test_emitted_tokens_are_distributed_as_the_targets_own(
+    small: Checkpoint, mode: str, draft_vocab_size: int | None, top_p: float
+) -> None:
     prompt = [1, 2, 3]
-    engine = engine_of(small, depth=2, draft_sampling=mode, max_num_seqs=256, num_blocks=1024)
+    engine = engine_of(
+        small, depth=2, draft_sampling=mode, draft_vocab_size=draft_vocab_size, max_num_seqs=256, num_blocks=1024
+    )
     params = [SamplingParams(max_tokens=4, temperature=3.0, top_p=top_p, seed=seed) for seed in range(NUM_SEEDS)]
     requests = serve(engine, [prompt] * NUM_SEEDS, params)
     drafted, accepted = engine.stats.speculation.drafted_by_depth, engine.stats.speculation.accepted_by_depth

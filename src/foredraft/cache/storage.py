@@ -11,12 +11,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class KVShape:
-    """What one attention layer stores for a row, and how far back it looks (None: to the start)."""
+    """What one attention layer stores for a row; how many query heads share a key head; how far back it looks.
+
+    window None: to the start of the sequence.
+    """
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
     window: int | None
+    fold: int = 1
 
     @property
     def width(self) -> int:

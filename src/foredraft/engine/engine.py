@@ -145,18 +145,20 @@ class Engine:
 def build_engine(
     loaded: LoadedModel,
     config: EngineConfig,
-    drafter_type: Callable[[TargetModel, MtpModules, CacheStorage], Drafter] = Drafter,
+    drafter_type: Callable[[TargetModel, MtpModules, CacheStorage, int | None], Drafter] = Drafter,
 ) -> Engine:
     """Put an engine together for a loaded checkpoint. Raises ConfigError for settings that do not fit it."""
     target = TargetModel(loaded.target)
     modules = MtpModules(loaded.mtp) if loaded.mtp is not None else None
     max_depth = resolve_depth(config, loaded.num_mtp_modules)
     config.check_depth(max_depth)
+    if config.draft_vocab_size is not None and config.draft_vocab_size > target.vocab_size:
+        raise ConfigError(f"draft_vocab_size={config.draft_vocab_size} is more than the {target.vocab_size} token ids")
     module_shapes = modules.kv_shapes if modules is not None else ()
     layout = CacheLayout(target.kv_shapes, module_shapes, target.hidden_size, target.dtype)
     size = size_cache(config, layout, loaded.info.max_position_embeddings)
     storage = CacheStorage(layout, size.num_blocks, config.block_size, target.device)
-    drafter = drafter_type(target, modules, storage) if modules is not None else None
+    drafter = drafter_type(target, modules, storage, config.draft_vocab_size) if modules is not None else None
     runner = ModelRunner(target, drafter, storage, greedy_drafts=config.draft_sampling == "greedy")
     cache = CacheManager(size.num_blocks, config.block_size)
     scheduler_limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens, len(module_shapes))

@@ -22,6 +22,10 @@ from foredraft.errors import ModelLoadError
 ATTENTION_NAME = "foredraft_paged"
 
 
+MaskKind = tuple[int | None, int]
+"""Sliding window and fold of a layer: layers that agree in both share a mask."""
+
+
 @dataclass(frozen=True)
 class RowSpan:
     """The rows of one request in a pass: `num_rows` rows of the flat batch that end at row `end` of its sequence.
@@ -39,15 +43,15 @@ class AttentionGroup:
     """Requests of like size, padded to one rectangle of B requests, Q query rows, L key rows.
 
     rows [B * Q] flat rows of the batch (padding repeats a real row); real [n] which of those are no padding, or None
-    for all; slots [B * L]; masks: additive, [B, 1, Q, L] by sliding window (None: no window), or None where every
-    key is visible to every query.
+    for all; slots [B * L]; masks: additive, [B, 1, fold * Q, L] by sliding window (None: no window) and fold, the
+    number of query heads that share a key head; None where every key is visible to every query.
     """
 
     num_requests: int
     rows: Tensor
     real: Tensor | None
     slots: Tensor
-    masks: dict[int | None, Tensor | None]
+    masks: dict[MaskKind, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -88,22 +92,23 @@ def _attend_group(group: AttentionGroup, kv: LayerKV, query: Tensor, scale: floa
     The heads that share a key head are folded into its query rows, so keys are never repeated in memory.
     """
     batch, kv_heads = group.num_requests, kv.num_kv_heads
-    num_queries, heads = query.shape[0] // batch, query.shape[1]
+    num_queries, heads, dim = query.shape[0] // batch, query.shape[1], query.shape[2]
     fold = heads // kv_heads
-    folded = query.view(batch, num_queries, kv_heads, fold, -1).permute(0, 2, 3, 1, 4)
-    folded = folded.reshape(batch, kv_heads, fold * num_queries, -1)
-    keys = kv.key.index_select(0, group.slots).view(batch, -1, kv_heads, query.shape[-1]).transpose(1, 2)
+    keys = kv.key.index_select(0, group.slots).view(batch, -1, kv_heads, dim).transpose(1, 2)
     values = kv.value.index_select(0, group.slots).view(batch, keys.shape[2], kv_heads, -1).transpose(1, 2)
-    mask = group.masks[window]
-    if mask is not None and fold > 1:
-        mask = mask.repeat(1, 1, fold, 1)
-    attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
+    mask = group.masks[window, fold]
+    if num_queries == 1:  # plain decoding: folded as it lies
+        folded = query.view(batch, kv_heads, fold, dim)
+        return F.scaled_dot_product_attention(folded, keys, values, mask, scale=scale).view(batch, heads, -1)
+    folded = query.view(batch, num_queries, kv_heads, fold, dim).permute(0, 2, 3, 1, 4)
+    folded = folded.reshape(batch, kv_heads, fold * num_queries, dim)
+    attended = F.scaled_dot_product_attention(folded, keys, values, mask, scale=scale)
     attended = attended.view(batch, kv_heads, fold, num_queries, -1).permute(0, 3, 1, 2, 4)
     return attended.reshape(batch * num_queries, heads, -1)
 
 
 def build_groups(
-    spans: Sequence[RowSpan], windows: frozenset[int | None], dtype: torch.dtype, device: torch.device
+    spans: Sequence[RowSpan], kinds: frozenset[MaskKind], dtype: torch.dtype, device: torch.device
 ) -> tuple[AttentionGroup, ...]:
     """Group the requests of a pass: those whose row counts and lengths round up to the same powers of two.
 
@@ -115,11 +120,11 @@ def build_groups(
         bucket = (span.num_rows - 1).bit_length(), (span.end - 1).bit_length()
         buckets.setdefault(bucket, []).append((first_row, span))
         first_row += span.num_rows
-    return tuple(_build_group(members, windows, dtype, device) for members in buckets.values())
+    return tuple(_build_group(members, kinds, dtype, device) for members in buckets.values())
 
 
 def _build_group(
-    members: list[tuple[int, RowSpan]], windows: frozenset[int | None], dtype: torch.dtype, device: torch.device
+    members: list[tuple[int, RowSpan]], kinds: frozenset[MaskKind], dtype: torch.dtype, device: torch.device
 ) -> AttentionGroup:
     num_queries = max(span.num_rows for _, span in members)
     num_keys = max(span.end for _, span in members)
@@ -135,14 +140,13 @@ def _build_group(
     is_padded = bool((count < num_queries).any())
     real = (offsets < count).flatten().nonzero().squeeze(1).to(device) if is_padded else None
     query_rows = (end - count + clamped).unsqueeze(2)
-    masks = {window: _mask(query_rows, num_keys, window, dtype, device) for window in windows}
+    masks = {kind: _mask(query_rows, num_keys, kind, dtype, device) for kind in kinds}
     return AttentionGroup(len(members), (first + clamped).flatten().to(device), real, slots.flatten().to(device), masks)
 
 
-def _mask(
-    query_rows: Tensor, num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device
-) -> Tensor | None:
-    """Additive mask [B, 1, Q, L] for queries at sequence rows `query_rows` [B, Q, 1]; None if all is visible."""
+def _mask(query_rows: Tensor, num_keys: int, kind: MaskKind, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """Additive mask [B, 1, fold * Q, L] for queries at sequence rows `query_rows` [B, Q, 1]; None if all is visible."""
+    window, fold = kind
     keys = torch.arange(num_keys)
     visible = keys <= query_rows
     if window is not None:
@@ -150,7 +154,7 @@ def _mask(
     if bool(visible.all()):
         return None
     mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
-    return mask.unsqueeze(1).to(device)
+    return mask.unsqueeze(1).repeat(1, 1, fold, 1).to(device)
 
 
 def _paged_attention_forward(

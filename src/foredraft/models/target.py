@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from foredraft.cache.storage import KVShape
@@ -47,6 +48,17 @@ class TargetModel:
         logits: Tensor = self._head(hidden)
         return logits
 
+    def draft_logits(self, hidden: Tensor, vocab_size: int | None) -> Tensor:
+        """The head's first `vocab_size` rows, a view of its weight: hidden [R, hidden_size] -> [R, vocab_size].
+
+        Byte-pair vocabularies list the frequent tokens first, and the head is the largest cost of a draft on a small
+        batch. The target verifies with the whole head, so that the output is the same. None: the whole head.
+        """
+        if vocab_size is None:
+            return self.logits(hidden)
+        weight, bias = self._head.get_parameter("weight"), getattr(self._head, "bias", None)
+        return F.linear(hidden, weight[:vocab_size], None if bias is None else bias[:vocab_size])
+
     def _check_and_probe(self) -> tuple[KVShape, ...]:
         """Run two rows to learn what each layer stores, and that nothing lies between h0, the head and the logits.
 
@@ -79,7 +91,9 @@ class AttentionProbe(PagedAttention):
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        self.seen[layer_idx] = KVShape(key.shape[1], key.shape[3], value.shape[3], window)
+        self.seen[layer_idx] = KVShape(
+            key.shape[1], key.shape[3], value.shape[3], window, query.shape[1] // key.shape[1]
+        )
         return value.new_ones(1, query.shape[2], query.shape[1], value.shape[3])
 
     def shapes(self, num_layers: int, name: str) -> tuple[KVShape, ...]:

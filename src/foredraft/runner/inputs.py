@@ -35,8 +35,8 @@ def target_inputs(plans: Sequence[RequestPlan], storage: CacheStorage, device: t
         positions.append(torch.arange(plan.first_row, end))
         slots.append(row_slots[plan.first_row :])
         spans.append(RowSpan(len(plan.token_ids), end, row_slots))
-    windows = frozenset(shape.window for shape in storage.layout.target)
-    groups = build_groups(spans, windows, storage.layout.dtype, device)
+    kinds = frozenset((shape.window, shape.fold) for shape in storage.layout.target)
+    groups = build_groups(spans, kinds, storage.layout.dtype, device)
     return TargetInputs(
         token_ids=torch.tensor(token_ids).to(device),
         positions=torch.cat(positions).to(device),

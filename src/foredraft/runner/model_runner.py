@@ -104,7 +104,8 @@ class ModelRunner:
         padded = torch.zeros_like(target_probs[:, 1:])
         for row, plan in zip(padded, plans):
             if plan.num_draft_tokens:
-                row[: plan.num_draft_tokens] = self._draft_probs[plan.request_id][: plan.num_draft_tokens]
+                probs = self._draft_probs[plan.request_id][: plan.num_draft_tokens]
+                row[: plan.num_draft_tokens, : probs.shape[1]] = probs
         return padded
 
     def _draft(self, plans: Sequence[RequestPlan], emitted: Emitted) -> dict[str, tuple[int, ...]]:

@@ -69,11 +69,14 @@ class Drafter:
     with the previous pass's output and draft (DeepSeek-V3 technical report, 2024, section 2.2, at inference).
     """
 
-    def __init__(self, target: TargetModel, modules: MtpModules, storage: CacheStorage) -> None:
+    def __init__(
+        self, target: TargetModel, modules: MtpModules, storage: CacheStorage, vocab_size: int | None = None
+    ) -> None:
         self._target = target
+        self._vocab_size = vocab_size
         self._modules = modules
         self._storage = storage
-        self._kv_windows = frozenset(shape.window for shape in storage.layout.modules)
+        self._mask_kinds = frozenset((shape.window, shape.fold) for shape in storage.layout.modules)
 
     def run(self, windows: Sequence[Window], sampling: SamplingTensors) -> Drafts:
         """Run all passes of `windows`; `sampling` has a row a window, temperature 0 for greedy drafts."""
@@ -93,7 +96,8 @@ class Drafter:
             hidden = self._modules.forward(rows.module, token_ids, positions, hidden, paged)
             drafting = [w for w, window in enumerate(windows) if window.num_drafts > index]
             if drafting:
-                logits = self._target.logits(hidden.index_select(0, chain.last_rows(rows, drafting)))
+                last = hidden.index_select(0, chain.last_rows(rows, drafting))
+                logits = self._target.draft_logits(last, self._vocab_size)
                 chosen, probs = self.choose(
                     index, [windows[w] for w in drafting], logits, chain.rows_of(sampling, drafting)
                 )
@@ -117,7 +121,7 @@ class Drafter:
         for window, first, count in zip(windows, rows.first_row, rows.num_rows):
             if count:
                 spans.append(RowSpan(count, first + count, window.module_slots[: first + count]))
-        return build_groups(spans, self._kv_windows, self._storage.layout.dtype, self._target.device)
+        return build_groups(spans, self._mask_kinds, self._storage.layout.dtype, self._target.device)
 
 
 def _pass_rows(windows: Sequence[Window], index: int, num_modules: int) -> PassRows:
