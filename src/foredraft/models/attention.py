@@ -99,7 +99,8 @@ def _attend_group(group: AttentionGroup, kv: LayerKV, query: Tensor, scale: floa
     mask = group.masks[window, fold]
     if num_queries == 1:  # plain decoding: folded as it lies
         folded = query.view(batch, kv_heads, fold, dim)
-        return F.scaled_dot_product_attention(folded, keys, values, mask, scale=scale).view(batch, heads, -1)
+        attended = F.scaled_dot_product_attention(folded, keys, values, mask, scale=scale)
+        return attended.reshape(batch, heads, -1)  # on a GPU its strides may be those of another layout
     folded = query.view(batch, num_queries, kv_heads, fold, dim).permute(0, 2, 3, 1, 4)
     folded = folded.reshape(batch, kv_heads, fold * num_queries, dim)
     attended = F.scaled_dot_product_attention(folded, keys, values, mask, scale=scale)
