@@ -35,6 +35,12 @@ class EngineConfig:
     max_model_len: int | None = _setting(None, "most tokens of a sequence, prompt included; the model's if left out")
 
     def __post_init__(self) -> None:
+        for name in ("model", "mtp"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str | Path):
+                raise ConfigError(f"{name} must be a path or a name, not {value!r}")
+        if not isinstance(self.device, str):
+            raise ConfigError(f"device must be text such as cpu or cuda:0, not {self.device!r}")
         _choice("dtype", self.dtype, DTYPES)
         _choice("draft_sampling", self.draft_sampling, DRAFT_SAMPLING)
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, fields
 from typing import Any
 
 from foredraft.errors import RequestError, UnsupportedOptionError
 
 MAX_SEED = 2**63 - 1
+MAX_TOP_K = 2**31 - 1
 
 # Options that belong to the wide sampling surface, with the value that means "off". Any other value is refused.
 _NOT_SUPPORTED_YET: dict[str, Any] = {
@@ -70,7 +72,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
         _integer("max_tokens", self.max_tokens, 1, optional=True)
         _real("temperature", self.temperature, 0.0, math.inf)
-        _integer("top_k", self.top_k, 0)
+        _integer("top_k", self.top_k, 0, MAX_TOP_K)
         _real("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise RequestError("top_p must be greater than 0")
@@ -84,8 +86,11 @@ class SamplingParams:
 
 
 def _refuse_unsupported(name: str, value: Any) -> None:
-    if name in _NOT_SUPPORTED_YET and value != _NOT_SUPPORTED_YET[name]:
-        neutral = _NOT_SUPPORTED_YET[name]
+    if name not in _NOT_SUPPORTED_YET:
+        return
+    neutral = _NOT_SUPPORTED_YET[name]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not neutral and not (is_number and value == neutral):
         raise UnsupportedOptionError(f"{name}={value!r} is not supported yet; only {name}={neutral!r} is")
 
 
@@ -100,8 +105,8 @@ def _integer(name: str, value: object, low: int, high: int | None = None, *, opt
 
 
 def _real(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise RequestError(f"{name} must be a finite number, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        raise RequestError(f"{name} must be a finite number, not {value!s:.40}")
     if not low <= value <= high:
         limit = f"between {low} and {high}" if math.isfinite(high) else f"at least {low}"
         raise RequestError(f"{name} must be {limit}, not {value}")

@@ -14,7 +14,7 @@ class SpeculationStats:
 
     num_cycles counts verifications, with and without drafts, and num_drafts those with at least one draft token.
     drafted_by_depth[d-1] and accepted_by_depth[d-1] count draft tokens made and accepted at depth d.
-    num_rebuilt_rows: module rows computed again after a rejection, a spell at a smaller depth or a preemption.
+    num_rebuilt_rows: module rows computed late or again, after a rejection or a spell at a smaller depth.
     """
 
     num_cycles: int = 0

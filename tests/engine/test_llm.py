@@ -433,7 +433,7 @@ def test_options_that_do_not_work_yet_are_refused_by_name(name: str, value: obje
         ("temperature", float("nan"), "a finite number"),
         ("temperature", float("inf"), "a finite number"),
         ("temperature", "1", "a finite number"),
-        ("top_k", -1, "at least 0"),
+        ("top_k", -1, "between 0 and"),
         ("top_k", 1.5, "an integer"),
         ("top_p", 0, "greater than 0"),
         ("top_p", 1.01, "between 0.0 and 1.0"),

@@ -89,11 +89,8 @@ class CacheStorage:
         )
 
     def _rows(self, width: int, device: torch.device) -> Tensor:
-        """A row per slot. Only the reserved block is read before it is written (by padding, masked): it must be finite.
-        The rest is left untouched, so that a CPU gives memory to the blocks that are used and to no others."""
-        rows = torch.empty(self.num_slots, width, dtype=self.layout.dtype, device=device)
-        rows[: self.block_size] = 0
-        return rows
+        """A row per slot. None is read before it is written, so a CPU gives memory to blocks that are used only."""
+        return torch.empty(self.num_slots, width, dtype=self.layout.dtype, device=device)
 
     def slots(self, blocks: Sequence[int], num_rows: int) -> Tensor:
         """Slots of rows 0..num_rows-1 of a request that holds `blocks`, int64 [num_rows] on the CPU."""

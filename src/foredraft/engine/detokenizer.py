@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.outputs import TextPiece
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""How a tokenizer shows bytes that are no whole character (yet)."""
 
 
 class Detokenizer:
     """Text of one request. Bytes that are no whole character yet are held back until they are, or until `flush`.
 
-    Without a tokenizer all text is empty.
+    A token's text may depend on the one before it (a space, say), so the last tokens that made text are decoded again
+    with the new ones, and what comes on top is new. Without a tokenizer all text is empty.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._token_ids: list[int] = []
+        self._context = 0  # tokens from here to _shown have made text, and are decoded again
+        self._shown = 0
         self.text = ""
 
     def add(self, token_ids: Sequence[int], depths: Sequence[int]) -> list[TextPiece]:
@@ -30,17 +34,27 @@ class Detokenizer:
         pieces = []
         for token_id, depth in zip(token_ids, depths):
             self._token_ids.append(token_id)
-            text = self._stream.step(self._tokenizer.backend_tokenizer, token_id)
-            if text:
-                self.text += text
-                pieces.append(TextPiece(text, depth))
+            text = self._new_text()
+            if text and not text.endswith(UNFINISHED):
+                pieces.append(self._show(text, depth))
         return pieces
 
     def flush(self) -> list[TextPiece]:
-        """The rest: what the whole text has beyond what was returned so far (an unfinished character, replaced)."""
-        if self._tokenizer is None or not self._token_ids:
-            return []
-        whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens)
-        rest = str(whole)[len(self.text) :]
-        self.text += rest
-        return [TextPiece(rest, 0)] if rest else []
+        """The rest, an unfinished character replaced."""
+        text = self._new_text() if self._tokenizer is not None else ""
+        return [self._show(text, 0)] if text else []
+
+    def _new_text(self) -> str:
+        """What the tokens since the last piece add to it."""
+        known = self._decode(self._token_ids[self._context : self._shown])
+        return self._decode(self._token_ids[self._context :])[len(known) :]
+
+    def _show(self, text: str, depth: int) -> TextPiece:
+        self._context, self._shown = self._shown, len(self._token_ids)
+        self.text += text
+        return TextPiece(text, depth)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        assert self._tokenizer is not None
+        skip = self._skip_special_tokens
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False))

@@ -56,11 +56,13 @@ class Engine:
         """Queue a request. Raises RequestError if it can never be served as asked."""
         if request_id in self.scheduler:
             raise RequestError(f"request_id {request_id!r} is in use by a request that has not ended")
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
         request = self._build_request(request_id, tuple(prompt_token_ids), params)
         self.scheduler.add(request)
         self._num_arrivals += 1
         self.stats.num_requests += 1
-        self.stats.num_prompt_tokens += len(prompt_token_ids)
+        self.stats.num_prompt_tokens += len(request.prompt_token_ids)
         return request
 
     def abort(self, request_id: str) -> Request | None:
@@ -73,11 +75,14 @@ class Engine:
     def set_num_speculative_tokens(self, request_id: str, num_speculative_tokens: int) -> None:
         """Change how many tokens a running request drafts a step; takes effect with the next step."""
         self._check_depth(num_speculative_tokens)
+        if request_id not in self.scheduler:
+            raise RequestError(f"request_id {request_id!r} is not that of a request that runs")
         self.scheduler.set_depth(request_id, num_speculative_tokens)
 
     def step(self) -> list[Committed]:
         """Run one step and return what it added to which requests. A failure ends all requests and is raised."""
         started = time.perf_counter()
+        num_preemptions = self.scheduler.num_preemptions
         try:
             plan = self.scheduler.plan()
             if not plan.requests:
@@ -92,7 +97,7 @@ class Engine:
             self.stats.num_generated_tokens += len(update.token_ids)
             if update.request.finish_reason is not None:
                 self._close(update.request)
-        self.stats.num_preemptions = self.scheduler.num_preemptions
+        self.stats.num_preemptions += self.scheduler.num_preemptions - num_preemptions
         self.stats.observe_step(result.times, time.perf_counter() - started)
         return committed
 
@@ -138,8 +143,8 @@ class Engine:
             raise RequestError(f"{name} must be between 0 and {self.limits.vocab_size - 1}, not {token_id}")
 
     def _check_depth(self, depth: int) -> None:
-        if not 0 <= depth <= self.limits.max_depth:
-            raise RequestError(f"num_speculative_tokens must be between 0 and {self.limits.max_depth}, not {depth}")
+        if isinstance(depth, bool) or not isinstance(depth, int) or not 0 <= depth <= self.limits.max_depth:
+            raise RequestError(f"num_speculative_tokens must be between 0 and {self.limits.max_depth}, not {depth!r}")
 
 
 def build_engine(
@@ -150,14 +155,21 @@ def build_engine(
     """Put an engine together for a loaded checkpoint. Raises ConfigError for settings that do not fit it."""
     target = TargetModel(loaded.target)
     modules = MtpModules(loaded.mtp) if loaded.mtp is not None else None
-    max_depth = resolve_depth(config, loaded.num_mtp_modules)
+    max_depth = resolve_depth(config, modules.num_modules if modules is not None else 0)
     config.check_depth(max_depth)
     if config.draft_vocab_size is not None and config.draft_vocab_size > target.vocab_size:
         raise ConfigError(f"draft_vocab_size={config.draft_vocab_size} is more than the {target.vocab_size} token ids")
     module_shapes = modules.kv_shapes if modules is not None else ()
     layout = CacheLayout(target.kv_shapes, module_shapes, target.hidden_size, target.dtype)
     size = size_cache(config, layout, loaded.info.max_position_embeddings)
-    storage = CacheStorage(layout, size.num_blocks, config.block_size, target.device)
+    try:
+        storage = CacheStorage(layout, size.num_blocks, config.block_size, target.device)
+    except RuntimeError as error:
+        num_bytes = layout.bytes_per_token * config.block_size * size.num_blocks
+        raise ConfigError(
+            f"there is no memory for a cache of {size.num_blocks} blocks, {num_bytes} bytes: "
+            f"lower num_blocks or kv_cache_memory_bytes"
+        ) from error
     drafter = drafter_type(target, modules, storage, config.draft_vocab_size) if modules is not None else None
     runner = ModelRunner(target, drafter, storage, greedy_drafts=config.draft_sampling == "greedy")
     cache = CacheManager(size.num_blocks, config.block_size)

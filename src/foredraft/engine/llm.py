@@ -99,20 +99,23 @@ class LLM:
 
         A message is {"role": ..., "content": ...}. Raises RequestError if there is no chat template.
         """
-        several = messages if messages and not isinstance(messages[0], Mapping) else [messages]
-        return self.generate([self.chat_prompt(conversation) for conversation in several], params)  # type: ignore[arg-type]
+        if not _is_list(messages):
+            raise RequestError(f"messages must be a list, not {type(messages).__name__}")
+        several: Any = messages if messages and not isinstance(messages[0], Mapping) else [messages]
+        return self.generate([self.chat_prompt(conversation) for conversation in several], params)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of a conversation, up to where the assistant answers."""
         tokenizer = self._require_tokenizer()
         if not tokenizer.chat_template:
             raise RequestError("messages need a chat template, and the tokenizer has none: use generate")
-        if not messages or not all(isinstance(m, Mapping) and "role" in m and "content" in m for m in messages):
+        is_list = _is_list(messages) and len(messages) > 0
+        if not is_list or not all(isinstance(m, Mapping) and "role" in m and "content" in m for m in messages):
             raise RequestError('messages must be a list of {"role": ..., "content": ...}')
         conversation = [dict(message) for message in messages]
         try:
             text: Any = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise RequestError(f"messages do not fit the chat template: {error}") from error
         return self._encode(tokenizer, text, add_special_tokens=False)
 
@@ -148,13 +151,14 @@ class LLM:
     def _step(self) -> None:
         """Run one engine step for all open requests. A failure ends each of them with the error, and is raised."""
         try:
-            updates = self.engine.step()
+            for update in self.engine.step():
+                if update.request.request_id in self._open:  # else its owner drives the engine by itself
+                    self._open[update.request.request_id].take(update)
         except BaseException as error:
             for request in self._open.values():
                 request.fail(error)
+                self.engine.abort(request.request_id)
             raise
-        for update in updates:
-            self._open[update.request.request_id].take(update)
 
     def _discard(self, request: _OpenRequest) -> None:
         """Forget a request; one that has not ended is aborted."""
@@ -165,6 +169,8 @@ class LLM:
         """The token ids of a prompt as they are run; RequestError if it is text and there is no tokenizer."""
         if isinstance(prompt, str):
             return self._encode(self._require_tokenizer(), prompt, add_special_tokens=True)
+        if not _is_list(prompt):
+            raise RequestError(f"a prompt must be text or a list of token ids, not {type(prompt).__name__}")
         return list(prompt)
 
     @staticmethod
@@ -261,19 +267,29 @@ def _dtype(config: EngineConfig, info: CheckpointInfo, device: torch.device) -> 
     return dtype
 
 
-def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
+def _prompts(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if not _is_list(prompts):
+        raise RequestError(
+            f"prompts must be text, a list of token ids or a list of prompts, not {type(prompts).__name__}"
+        )
+    if prompts and all(isinstance(token_id, int) for token_id in prompts):
+        return [prompts]
+    return list(prompts)
 
 
-def _params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def _params(params: Any, count: int) -> list[SamplingParams]:
     if params is None:
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not _is_list(params):
+        raise RequestError(f"params must be SamplingParams or a list of them, not {type(params).__name__}")
     if len(params) != count:
         raise RequestError(f"params has {len(params)} entries for {count} prompts: give one for all or one for each")
     return list(params)

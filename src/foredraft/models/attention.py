@@ -129,9 +129,10 @@ def _build_group(
 ) -> AttentionGroup:
     num_queries = max(span.num_rows for _, span in members)
     num_keys = max(span.end for _, span in members)
-    slots = torch.zeros(len(members), num_keys, dtype=torch.int64)  # padding reads the reserved block, masked
+    slots = torch.empty(len(members), num_keys, dtype=torch.int64)
     for index, (_, span) in enumerate(members):
         slots[index, : span.end] = span.slots
+        slots[index, span.end :] = span.slots[0]  # masked; a row of its own, so that no request reads another's
     # Query j of a request is its last row for all padding j: a padded query then never has an empty mask row.
     first = torch.tensor([first_row for first_row, _ in members]).unsqueeze(1)
     count = torch.tensor([span.num_rows for _, span in members]).unsqueeze(1)
