@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from foredraft.cache.storage import LayerKV
+from foredraft.cache.storage import KVShape, LayerKV
 from foredraft.errors import ModelLoadError
 
 ATTENTION_NAME = "foredraft_paged"
@@ -106,6 +106,11 @@ def _attend_group(group: AttentionGroup, kv: LayerKV, query: Tensor, scale: floa
     attended = F.scaled_dot_product_attention(folded, keys, values, mask, scale=scale)
     attended = attended.view(batch, kv_heads, fold, num_queries, -1).permute(0, 3, 1, 2, 4)
     return attended.reshape(batch * num_queries, heads, -1)
+
+
+def mask_kinds(shapes: Sequence[KVShape]) -> frozenset[MaskKind]:
+    """The masks that layers of these shapes need."""
+    return frozenset((shape.window, shape.fold) for shape in shapes)
 
 
 def build_groups(

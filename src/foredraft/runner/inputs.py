@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.storage import CacheStorage
-from foredraft.models.attention import PagedAttention, RowSpan, build_groups
+from foredraft.models.attention import PagedAttention, RowSpan, build_groups, mask_kinds
 from foredraft.plan import RequestPlan
 
 
@@ -35,8 +35,7 @@ def target_inputs(plans: Sequence[RequestPlan], storage: CacheStorage, device: t
         positions.append(torch.arange(plan.first_row, end))
         slots.append(row_slots[plan.first_row :])
         spans.append(RowSpan(len(plan.token_ids), end, row_slots))
-    kinds = frozenset((shape.window, shape.fold) for shape in storage.layout.target)
-    groups = build_groups(spans, kinds, storage.layout.dtype, device)
+    groups = build_groups(spans, mask_kinds(storage.layout.target), storage.layout.dtype, device)
     return TargetInputs(
         token_ids=torch.tensor(token_ids).to(device),
         positions=torch.cat(positions).to(device),

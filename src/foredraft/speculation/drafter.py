@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.storage import CacheStorage
-from foredraft.models.attention import AttentionGroup, PagedAttention, RowSpan, build_groups
+from foredraft.models.attention import AttentionGroup, PagedAttention, RowSpan, build_groups, mask_kinds
 from foredraft.models.mtp import MtpModules
 from foredraft.models.target import TargetModel
 from foredraft.sampling.philox import Stream, uniform
@@ -76,7 +76,7 @@ class Drafter:
         self._vocab_size = vocab_size
         self._modules = modules
         self._storage = storage
-        self._mask_kinds = frozenset((shape.window, shape.fold) for shape in storage.layout.modules)
+        self._mask_kinds = mask_kinds(storage.layout.modules)
 
     def run(self, windows: Sequence[Window], sampling: SamplingTensors) -> Drafts:
         """Run all passes of `windows`; `sampling` has a row a window, temperature 0 for greedy drafts."""
@@ -167,14 +167,12 @@ class _Chain:
 
     def inputs(self, rows: PassRows) -> tuple[Tensor, Tensor]:
         """token_ids [T] and positions [T] of a pass; drafts that earlier passes made are in place."""
-        positions = [
-            p for f, n in zip(rows.first_row, rows.num_rows) for p in range(f + rows.offset, f + rows.offset + n)
-        ]
-        index = [
-            base + p
-            for base, f, n in zip(self._bases, rows.first_row, rows.num_rows)
-            for p in range(f + rows.offset, f + rows.offset + n)
-        ]
+        index: list[int] = []
+        positions: list[int] = []
+        for base, first, count in zip(self._bases, rows.first_row, rows.num_rows):
+            start = first + rows.offset
+            positions += range(start, start + count)
+            index += range(base + start, base + start + count)
         both = torch.tensor([index, positions], dtype=torch.int64).to(self._device)
         return self._tokens.index_select(0, both[0]), both[1]
 
