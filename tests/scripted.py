@@ -61,6 +61,14 @@ def scripted_engine(loaded: LoadedModel, config: EngineConfig) -> tuple[Engine, 
     return build_engine(loaded, config, make), made[0]
 
 
+def held_rows(engine: Engine, request_id: str, group: int, end: int) -> tuple[int, Tensor]:
+    """The first row before `end` that a request holds in a cache group, and the slots of the rows from there on."""
+    blocks = engine.cache.block_tables(request_id)[group]
+    num_given_back = next((index for index, block in enumerate(blocks) if block), len(blocks))
+    first = min(end, num_given_back * engine.cache.block_size)
+    return first, engine.runner.storage.slots(blocks, end)[first:]
+
+
 def finish(engine: Engine, after_step: Callable[[], None] = lambda: None) -> None:
     """Step until nothing is left, proving the books after every step."""
     while engine.has_unfinished:

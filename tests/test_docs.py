@@ -159,7 +159,9 @@ def one_step(engine: Engine, drafter: ScriptedDrafter, request: Request, depth: 
     def watch(module: int, token_ids: Tensor, positions: Tensor, hidden: Tensor, paged: PagedAttention) -> Tensor:
         # A single module that drafts again sits one position after its row, as in its first pass.
         first_row = int(positions[0]) - (1 if modules.num_modules == 1 else module + 1)
-        passes.append(Pass(first_row, *(tuple(tensor.tolist()) for tensor in (positions, token_ids, paged.slots))))
+        passes.append(
+            Pass(first_row, *(tuple(tensor.tolist()) for tensor in (positions, token_ids, paged.rows[module].slots)))
+        )
         return forward(module, token_ids, positions, hidden, paged)
 
     modules.forward = watch  # type: ignore[method-assign]
@@ -180,9 +182,10 @@ def one_step(engine: Engine, drafter: ScriptedDrafter, request: Request, depth: 
 
 def check_slots(engine: Engine, passes: Sequence[Pass]) -> None:
     """What is not written to the reserved slot is written to the row's own."""
-    storage, tables = engine.runner.storage, engine.cache.tables("a")
+    storage = engine.runner.storage
+    blocks = engine.cache.block_tables("a")[storage.layout.group_of_module[0]]
     for one in passes:
-        own = storage.slots(tables.module, one.first_row + len(one.slots)).tolist()[one.first_row :]
+        own = storage.slots(blocks, one.first_row + len(one.slots)).tolist()[one.first_row :]
         assert all(slot in (0, right) for slot, right in zip(one.slots, own, strict=True))
 
 
@@ -293,13 +296,13 @@ def test_memory_figures(builtin_llm: LLM) -> None:
     layout = builtin_llm.engine.runner.storage.layout
     figures = {line[0]: [int(cell.replace(",", "")) for cell in line[1:]] for line in memory_table(page)}
     per_row = {
-        "target keys and values: 30 x 2 x 3 x 64": layout.target_bytes_per_token - 4 * layout.hidden_size,
+        "target keys and values: 30 x 2 x 3 x 64": layout.bytes_per_token(0) - 4 * layout.hidden_size,
         "h0: 576": 4 * layout.hidden_size,
-        "modules: 8 x 2 x 3 x 64": layout.module_bytes_per_token,
-        "bytes per token": layout.bytes_per_token,
+        "modules: 8 x 2 x 3 x 64": layout.bytes_per_token(1),
+        "bytes per token": layout.bytes_per_token(),
     }
     assert figures == {name: [num_bytes, num_bytes // 2] for name, num_bytes in per_row.items()}
-    num_blocks = EngineConfig().kv_cache_memory_bytes // (layout.bytes_per_token * EngineConfig().block_size)
+    num_blocks = EngineConfig().kv_cache_memory_bytes // (layout.bytes_per_token() * EngineConfig().block_size)
     assert f"{num_blocks:,}" in page
     assert f"{(num_blocks - 1) * EngineConfig().block_size:,} tokens" in page
 

@@ -34,7 +34,7 @@ ALLOWED = {
     "records": set(),
     "cache": {"records"},
     "scheduler": {"records", "cache"},
-    "models": {"records", "cache.storage"},
+    "models": {"records", "cache.groups", "cache.storage"},
     "sampling": {"records"},
     "speculation": {"records", "cache.storage", "models", "sampling"},
     "runner": {"records", "cache", "models", "sampling", "speculation"},

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from foredraft.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DRAFT_SAMPLING = ("probabilistic", "greedy")
+SchedulingPolicy = Literal["fcfs", "priority"]
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -32,6 +33,8 @@ class EngineConfig:
     kv_cache_memory_bytes: int = _setting(2 << 30, "memory for the paged cache, in bytes")
     max_num_seqs: int = _setting(64, "most requests that run at once")
     max_num_batched_tokens: int = _setting(1024, "most rows in a step; longer prompts are prefilled in chunks")
+    scheduling_policy: SchedulingPolicy = _setting("fcfs", "who runs first: fcfs, or priority (lower numbers first)")
+    enable_prefix_caching: bool = _setting(True, "share the cached rows of equal beginnings between requests")
     max_model_len: int | None = _setting(None, "most tokens of a sequence, prompt included; the model's if left out")
 
     def __post_init__(self) -> None:
@@ -43,6 +46,9 @@ class EngineConfig:
             raise ConfigError(f"device must be text such as cpu or cuda:0, not {self.device!r}")
         _choice("dtype", self.dtype, DTYPES)
         _choice("draft_sampling", self.draft_sampling, DRAFT_SAMPLING)
+        _choice("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError(f"enable_prefix_caching must be true or false, not {self.enable_prefix_caching!r}")
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
         _at_least("draft_vocab_size", self.draft_vocab_size, 1)
         _at_least("block_size", self.block_size, 1)

@@ -25,15 +25,39 @@ class ExactRows:
     """`num_exact_rows[k-1]` is E_k: rows 0..E_k-1 of module k are exact. The counts never grow with k.
 
     `cycle` is the drafting whose outcome is not known yet: its rows beyond E_k become exact if drafts are accepted.
+    With sliding windows not all rows before E_k are there. `origin`: the row at which the modules began, where that is
+    not 0; none before it was computed, and windows that reach beyond it make the first rows after it inexact.
+    `kept_from`: rows that a window start at this row needs are there, those for an earlier start may be freed.
     """
 
     num_exact_rows: tuple[int, ...]
     cycle: DraftCycle | None = None
+    origin: int = 0
+    kept_from: int = 0
 
     @classmethod
     def none(cls, num_modules: int) -> ExactRows:
         """Nothing is cached: a new request, or one that was preempted."""
         return cls((0,) * num_modules)
+
+    @classmethod
+    def after_hit(cls, num_modules: int, num_rows: int, depth: int) -> ExactRows:
+        """Cached rows 0..num_rows-1 of modules 1..depth were found; with sliding windows, the last of them."""
+        return cls((num_rows,) * depth + (0,) * (num_modules - depth))
+
+    def renewed(self, row: int) -> ExactRows:
+        """Rows from `row` on are given up, in all modules: blocks that hold them may be shared and are not written."""
+        rows = tuple(min(count, row) for count in self.num_exact_rows)
+        return replace(self, num_exact_rows=rows, cycle=None)
+
+    def restarted(self, row: int, depth: int) -> ExactRows:
+        """All rows are given up; modules 1..depth begin anew at `row`, far enough back for their windows."""
+        num_others = len(self.num_exact_rows) - depth
+        return ExactRows((row,) * depth + (0,) * num_others, origin=row, kept_from=row)
+
+    def keeping_from(self, row: int) -> ExactRows:
+        """Rows that no window start from `row` on needs are freed."""
+        return self if row <= self.kept_from else replace(self, kept_from=row)
 
     def window_start(self, depth: int) -> int:
         """The first row that a pass of modules 1..depth must compute (s): the smallest E_k among them."""
@@ -49,7 +73,7 @@ class ExactRows:
     def after_draft(self, num_tokens: int, num_computed_tokens: int, depth: int) -> ExactRows:
         """Modules 1..depth have run up to row c-1 and have drafted; a row that holds a draft is not exact yet."""
         rows = self._raised(depth, num_computed_tokens, num_tokens)
-        return ExactRows(rows, DraftCycle(num_tokens, num_computed_tokens, depth))
+        return replace(self, num_exact_rows=rows, cycle=DraftCycle(num_tokens, num_computed_tokens, depth))
 
     def after_verify(self, num_accepted: int) -> ExactRows:
         """The first `num_accepted` pending drafts are committed: the rows that read only those are exact as they stand.
@@ -60,7 +84,7 @@ class ExactRows:
             return self
         cycle = self.cycle
         num_known = cycle.num_tokens + num_accepted
-        return ExactRows(self._raised(cycle.depth, cycle.num_computed_tokens, num_known))
+        return replace(self, num_exact_rows=self._raised(cycle.depth, cycle.num_computed_tokens, num_known), cycle=None)
 
     def _raised(self, depth: int, end: int, num_tokens: int) -> tuple[int, ...]:
         covered = (min(end, num_tokens - k) for k in range(1, depth + 1))

@@ -13,7 +13,8 @@ class RequestOutput:
     """A finished request.
 
     token_ids end with the stop token where there was one; text leaves it out. token_depths[i] is the depth at which
-    token i was drafted and accepted, or 0 for the target's own. `error` says why, where finish_reason is "error".
+    token i was drafted and accepted, or 0 for the target's own. num_cached_tokens: prompt tokens that the target
+    did not have to run on, because their rows were cached. `error` says why, where finish_reason is "error".
     """
 
     request_id: str
@@ -23,6 +24,7 @@ class RequestOutput:
     text: str
     finish_reason: FinishReason
     error: str | None = None
+    num_cached_tokens: int = 0
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
 

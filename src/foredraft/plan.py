@@ -9,6 +9,16 @@ from foredraft.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
+class BlockCopy:
+    """All rows of one block of a cache group move between device and host."""
+
+    group: int
+    block: int
+    host_block: int
+    to_host: bool
+
+
+@dataclass(frozen=True)
 class WindowPlan:
     """The rows that the MTP modules run over for one request.
 
@@ -33,7 +43,9 @@ class RequestPlan:
 
     The target runs on rows first_row .. first_row + len(token_ids) - 1; the last num_draft_tokens of token_ids are
     pending drafts. `is_sampling` says that the rows reach the newest committed token, so that tokens are emitted.
+    Without token_ids, all rows are cached, and the token follows from the newest row's hidden state (h0).
     `num_tokens` is n before the step, `max_total_tokens` where the sequence ends at the latest.
+    blocks: a block table for each cache group.
     """
 
     request_id: str
@@ -43,8 +55,7 @@ class RequestPlan:
     num_tokens: int
     max_total_tokens: int
     is_sampling: bool
-    target_blocks: tuple[int, ...]
-    module_blocks: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
     window: WindowPlan | None
     params: SamplingParams
     seed: int
@@ -53,9 +64,10 @@ class RequestPlan:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: every request in it, decodes and prefill chunks alike."""
+    """One step: every request in it, decodes and prefill chunks alike. `copies` come before all else, in order."""
 
     requests: tuple[RequestPlan, ...]
+    copies: tuple[BlockCopy, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,9 @@ class Request:
     token_ids are the committed tokens, prompt first (n of them); num_computed_tokens (c) are the rows that the target
     has run on; draft_token_ids are pending and survive a preemption, so that a request with a seed returns the same
     tokens whether it was preempted or not. token_depths holds, for each generated token, the depth at which it was
-    drafted and accepted, or 0 for the target's own.
+    drafted and accepted, or 0 for the target's own. max_depth is the largest that `depth` has been.
+    num_cached_tokens: rows that the cache had when the request first started; num_overtaken: later arrivals that have
+    started before it.
     """
 
     request_id: str
@@ -42,12 +44,16 @@ class Request:
     token_depths: list[int] = field(default_factory=list)
     draft_token_ids: tuple[int, ...] = ()
     num_computed_tokens: int = 0
+    num_cached_tokens: int | None = None
+    num_overtaken: int = 0
+    max_depth: int = 0
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+        self.max_depth = self.depth
 
     @property
     def num_tokens(self) -> int:
@@ -65,8 +71,8 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Only the newest token has not been through the target."""
-        return self.num_computed_tokens == self.num_tokens - 1
+        """At most the newest token has not been through the target."""
+        return self.num_computed_tokens >= self.num_tokens - 1
 
     @property
     def output_token_ids(self) -> list[int]:

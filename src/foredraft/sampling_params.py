@@ -11,6 +11,7 @@ from foredraft.errors import RequestError, UnsupportedOptionError
 
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
+MAX_PRIORITY = 2**31 - 1
 
 # Options that belong to the wide sampling surface, with the value that means "off". Any other value is refused.
 _NOT_SUPPORTED_YET: dict[str, Any] = {
@@ -37,10 +38,11 @@ class SamplingParams:
 
     temperature 0 is greedy (ties go to the lowest token id). max_tokens None means: until a stop or the context is
     full. seed None draws one from the operating system; with a seed, a request returns the same tokens alone and in
-    any batch. num_speculative_tokens None takes the engine's; 0 is plain decoding.
+    any batch. num_speculative_tokens None takes the engine's; 0 is plain decoding. Requests share cached rows only with
+    those of the same cache_salt. priority counts under the scheduling policy of that name: lower numbers run first.
 
     Raises RequestError, which names the field and the rule; UnsupportedOptionError for an option that is known but
-    not supported yet (the fields below `num_speculative_tokens` take their neutral value only).
+    not supported yet (the fields below `priority` take their neutral value only).
     """
 
     max_tokens: int | None = None
@@ -52,6 +54,8 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     num_speculative_tokens: int | None = None
+    cache_salt: str | None = None
+    priority: int = 0
 
     n: int = 1
     stop: Any = None
@@ -78,6 +82,9 @@ class SamplingParams:
             raise RequestError("top_p must be greater than 0")
         _integer("seed", self.seed, 0, MAX_SEED, optional=True)
         _integer("num_speculative_tokens", self.num_speculative_tokens, 0, optional=True)
+        if self.cache_salt is not None and not isinstance(self.cache_salt, str):
+            raise RequestError(f"cache_salt must be text, not {self.cache_salt!r}")
+        _integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, not {getattr(self, name)!r}")

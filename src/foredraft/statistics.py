@@ -84,7 +84,10 @@ class SpeculationStats:
 
 @dataclass
 class EngineStats:
-    """Totals of an engine since it was made or since `LLM.reset_stats`. Times in seconds."""
+    """Totals of an engine since it was made or since `LLM.reset_stats`. Times in seconds.
+
+    Of num_queried_tokens prompt tokens of requests that have started, num_cached_tokens had their rows in the cache.
+    """
 
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     num_steps: int = 0
@@ -92,6 +95,8 @@ class EngineStats:
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
+    num_queried_tokens: int = 0
+    num_cached_tokens: int = 0
     target_seconds: float = 0.0
     verification_seconds: float = 0.0
     drafting_seconds: float = 0.0

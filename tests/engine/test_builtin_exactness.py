@@ -12,7 +12,7 @@ import torch
 from scripted import finish
 from transformers import AutoModelForCausalLM
 
-from foredraft.cache.storage import CacheLayout
+from foredraft.cache.groups import CacheLayout
 from foredraft.config import EngineConfig
 from foredraft.engine.engine import Engine, build_engine
 from foredraft.models.builtin import builtin_checkpoint, builtin_mtp_directory
@@ -128,6 +128,6 @@ def test_cache_memory_per_token(loaded: LoadedModel) -> None:
     engine = engine_of(loaded, 8, batch=1, is_chunked=True)
     layout: CacheLayout = engine.runner.storage.layout
     # Keys and values of 3 heads of 64 numbers, in 30 layers and in 8 modules, and a hidden state of 576 numbers.
-    assert layout.target_bytes_per_token == 4 * (30 * 2 * 3 * 64 + 576) == 48_384
-    assert layout.module_bytes_per_token == 4 * (8 * 2 * 3 * 64) == 12_288
+    assert layout.bytes_per_token(0) == 4 * (30 * 2 * 3 * 64 + 576) == 48_384
+    assert layout.bytes_per_token(1) == 4 * (8 * 2 * 3 * 64) == 12_288
     assert engine.runner.storage.num_bytes == 21 * 16 * (48_384 + 12_288)

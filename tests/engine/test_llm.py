@@ -94,7 +94,7 @@ def assert_empty(llm: LLM) -> None:
     """The engine holds nothing any more."""
     assert not llm.engine.has_unfinished
     llm.engine.cache.check_integrity()
-    for pool in (llm.engine.cache.target_pool, llm.engine.cache.module_pool):
+    for pool in llm.engine.cache.pools:
         assert pool.num_free_blocks == pool.num_usable_blocks
 
 

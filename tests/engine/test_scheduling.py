@@ -10,7 +10,7 @@ import torch
 from reference import Checkpoint, recording_engine
 from scripted import finish, scripted_engine
 
-from foredraft.cache.storage import CacheLayout
+from foredraft.cache.groups import CacheLayout
 from foredraft.config import EngineConfig
 from foredraft.errors import RequestError
 from foredraft.models.mtp import MtpModules
@@ -101,7 +101,7 @@ class Bench:
         """Nothing is held any more."""
         assert not self.engine.has_unfinished
         self.engine.cache.check_integrity()
-        for pool in (self.engine.cache.target_pool, self.engine.cache.module_pool):
+        for pool in self.engine.cache.pools:
             assert pool.num_free_blocks == pool.num_usable_blocks
 
     def assert_right(self, request: Request, num_tokens: int) -> None:
@@ -285,12 +285,13 @@ def test_a_rebuild_larger_than_the_budget_takes_several_steps(
     while not request.draft_token_ids:
         engine.step()
     rebuilt = [(window.start, window.end) for window, _ in drafter.seen]
-    assert [start for start, _ in rebuilt[:4]] == [0, depth + 2, 2 * (depth + 2), 3 * (depth + 2)]
-    assert len(rebuilt) >= 6
+    # Behind two windows of 8 rows, and a row for each draft, nothing can be seen: the modules begin anew there.
+    first = 32 - (7 + 7 + 2) if kind == "mistral sliding" else 0
+    assert [start for start, _ in rebuilt[:4]] == [first + index * (depth + 2) for index in range(4)]
     finish(engine)
     assert request.token_ids == drafter.continuations["a"][: 30 + 24]
     drafter.assert_equals(checkpoint.reference, {"a": request.token_ids})
-    assert request.stats.num_rebuilt_rows >= 32
+    assert request.stats.num_rebuilt_rows >= 32 - first
 
 
 def test_a_rebuild_holds_up_nobody_else(llama: Checkpoint) -> None:
@@ -347,7 +348,7 @@ def test_exact_rows_are_never_written_again(llama: Checkpoint) -> None:
     storage = bench.engine.runner.storage
 
     def exact_rows() -> list[torch.Tensor]:
-        blocks = bench.engine.cache.tables("a").module
+        blocks = bench.engine.cache.block_tables("a")[storage.layout.group_of_module[0]]
         return [
             torch.cat([kv.key[slots], kv.value[slots]], dim=1)
             for kv, count in zip(storage.modules, request.exact.num_exact_rows)
@@ -451,8 +452,8 @@ def test_abort_at_any_chunk(either: Checkpoint, num_steps: int) -> None:
 def test_aborts_while_preempted_leave_room_for_the_next(llama: Checkpoint) -> None:
     bench = Bench(llama, 1, num_blocks=8, max_num_seqs=2)
     for round_ in range(50):
-        for name in ("a", "b", "c"):
-            bench.add(f"{name}{round_}", random_prompt(9))
+        for seed, name in enumerate(("a", "b", "c")):
+            bench.add(f"{name}{round_}", random_prompt(9, seed))
         for _ in range(round_ % 9):
             bench.engine.step()
         for name in ("a", "b", "c"):
@@ -535,7 +536,7 @@ def test_cache_memory_per_token(llama: Checkpoint) -> None:
     # fp32: keys and values of 2 key heads of 8 numbers, in 2 layers and 3 modules, and a hidden state of 32 numbers.
     target, modules = 4 * (2 * 2 * 2 * 8 + 32), 4 * 3 * 2 * 2 * 8
     layout: CacheLayout = bench.engine.runner.storage.layout
-    assert (layout.target_bytes_per_token, layout.module_bytes_per_token) == (target, modules)
+    assert [layout.bytes_per_token(group) for group in range(2)] == [target, modules]
     assert bench.engine.runner.storage.num_bytes == 10 * 4 * (target + modules)
 
 

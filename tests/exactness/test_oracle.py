@@ -27,9 +27,12 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from scripted import greedy_sequence, scripted_engine
+from scripted import greedy_sequence, held_rows, scripted_engine
 from tiny_models import tiny_glm4_moe, tiny_llama, tiny_mistral
+from torch import Tensor
 
+from foredraft.cache.manager import RowDemand
+from foredraft.cache.prefix_match import PrefixMatch
 from foredraft.cache.storage import LayerKV
 from foredraft.config import EngineConfig
 from foredraft.engine.engine import Engine, build_engine
@@ -77,7 +80,9 @@ def model(kind: str) -> LoadedModel:
 def plain_engine(kind: str) -> Engine:
     """An engine with a wide budget, for whole prefills and plain decoding."""
     depth = 3 if kind == "glm4_moe" else None
-    config = EngineConfig(num_speculative_tokens=depth, num_blocks=16, block_size=8, max_num_seqs=1)
+    config = EngineConfig(
+        num_speculative_tokens=depth, num_blocks=16, block_size=8, max_num_seqs=1, enable_prefix_caching=False
+    )
     return build_engine(model(kind), config)
 
 
@@ -91,15 +96,29 @@ class Account:
 
     def __init__(self, num_modules: int) -> None:
         self.rows: list[dict[int, tuple[int, ...]]] = [{} for _ in range(num_modules)]
+        self.origin = 0
 
-    def clear(self) -> None:
-        for rows in self.rows:
-            rows.clear()
+    def begin(self, origin: int = 0) -> None:
+        """Nothing is there, and the first row to come is `origin`."""
+        self.origin = origin
+        self.drop(0)
+
+    def drop(self, first_row: int) -> None:
+        """Rows from `first_row` on are given up."""
+        for depth, rows in enumerate(self.rows):
+            self.rows[depth] = {row: tokens for row, tokens in rows.items() if row < first_row}
+
+    def share(self, token_ids: Sequence[int], match: PrefixMatch) -> None:
+        """The rows that a prefix hit brings; whether they are right, the comparison with a prefill tells."""
+        self.begin(match.module_origin)
+        for depth in range(1, match.module_depth + 1):
+            for row in range(match.num_module_rows):
+                self.rows[depth - 1][row] = tuple(token_ids[: row + depth + 1])
 
     def num_exact_rows(self, token_ids: list[int], num_computed: int) -> tuple[int, ...]:
         counts = []
         for depth, rows in enumerate(self.rows, start=1):
-            row = 0
+            row = self.origin
             while row < num_computed and rows.get(row) == tuple(token_ids[: row + depth + 1]):
                 row += 1
             counts.append(row)
@@ -127,6 +146,32 @@ class Oracle(RuleBasedStateMachine):
         self.num_modules = self.engine.scheduler.num_modules
         self.accounts: dict[str, Account] = {}
         self.num_added = 0
+        self.watch_cache()
+
+    def watch_cache(self) -> None:
+        """Enter into the accounts what the cache gives and takes."""
+        cache, requests = self.engine.cache, self.engine.scheduler
+        admit, renew = cache.admit, cache.renew_modules
+
+        def watched_admit(request_id: str, salt: str | None, match: PrefixMatch, demand: RowDemand) -> bool:
+            is_admitted = admit(request_id, salt, match, demand)
+            if is_admitted:
+                token_ids = next(r.token_ids for r in requests.requests() if r.request_id == request_id)
+                self.accounts[request_id].share(token_ids, match)
+                self.happened.add("hit" if match.num_rows else "miss")
+                self.happened.add("module hit" if match.num_module_rows else "module miss")
+            return is_admitted
+
+        def watched_renew(request_id: str, first_row: int, *, keep_before: bool) -> int:
+            row = renew(request_id, first_row, keep_before=keep_before)
+            if keep_before:
+                self.accounts[request_id].drop(row)
+            else:
+                self.accounts[request_id].begin(first_row)
+            self.happened.add("renewed" if keep_before else "restarted")
+            return row
+
+        cache.admit, cache.renew_modules = watched_admit, watched_renew  # type: ignore[method-assign]
 
     def requests(self) -> list[Request]:
         return list(self.engine.scheduler.requests())
@@ -161,8 +206,7 @@ class Oracle(RuleBasedStateMachine):
             self.happened.add(f"accepted {len(update.token_ids) - 1} of {num_drafts}")
         for request in self.requests():
             num_tokens, num_computed, _ = before[request.request_id]
-            if request.num_computed_tokens < max(1, num_computed):
-                self.accounts[request.request_id].clear()  # preempted while the step was planned, or not begun
+            if request.num_computed_tokens < max(1, num_computed):  # preempted while the step was planned, or not begun
                 self.happened.add("preempted" if num_computed else "waited")
             elif request.num_computed_tokens < num_tokens:
                 self.happened.add("chunk")
@@ -184,7 +228,6 @@ class Oracle(RuleBasedStateMachine):
         running = [r for r in self.requests() if r.status is RequestStatus.RUNNING]
         request = running[index % len(running)]
         self.engine.scheduler.preempt(request)
-        self.accounts[request.request_id].clear()
 
     @precondition(lambda self: self.requests())
     @rule(index=st.integers(0, 3))
@@ -201,7 +244,7 @@ class Oracle(RuleBasedStateMachine):
         if hasattr(self, "engine"):
             for request in self.requests():
                 self.engine.abort(request.request_id)
-            pools = self.engine.cache.target_pool, self.engine.cache.module_pool
+            pools = self.engine.cache.pools
             assert all(pool.num_free_blocks == pool.num_usable_blocks for pool in pools)
 
     # -- the oracle itself ---------------------------------------------------------------------------------------------
@@ -241,17 +284,28 @@ class Oracle(RuleBasedStateMachine):
 
     def compare(self, fresh: Engine, prefilled: Request, request: Request) -> None:
         ours, theirs = self.engine.runner.storage, fresh.runner.storage
-        our_tables = self.engine.cache.tables(request.request_id)
-        their_tables = fresh.cache.tables("fresh")
         computed = request.num_computed_tokens
-        for our_kv, their_kv in zip(ours.target, theirs.target, strict=True):
-            assert_rows_equal(
-                our_kv, ours.slots(our_tables.target, computed), their_kv, theirs.slots(their_tables.target, computed)
-            )
+        for layer, group in enumerate(ours.layout.group_of_layer):
+            our_slots, their_slots = self.common_rows(fresh, request, group, computed)
+            assert_rows_equal(ours.target[layer], our_slots, theirs.target[layer], their_slots)
         for module, count in enumerate(request.exact.num_exact_rows):
             assert count <= prefilled.exact.num_exact_rows[module]
-            our_slots, their_slots = ours.slots(our_tables.module, count), theirs.slots(their_tables.module, count)
+            our_slots, their_slots = self.common_rows(fresh, request, ours.layout.group_of_module[module], count)
+            num_inexact = self.num_inexact_rows(request, module, count - len(our_slots))
+            our_slots, their_slots = our_slots[num_inexact:], their_slots[num_inexact:]
             assert_rows_equal(ours.modules[module], our_slots, theirs.modules[module], their_slots)
+
+    def num_inexact_rows(self, request: Request, module: int, first: int) -> int:
+        """How many rows from `first` on are not exact because windows before them reach beyond where they began."""
+        origin, rebuild_rows = request.exact.origin, self.engine.cache.layout.rebuild_rows[module]
+        return max(0, origin + (rebuild_rows or 0) - module - first) if origin else 0
+
+    def common_rows(self, fresh: Engine, request: Request, group: int, end: int) -> tuple[Tensor, Tensor]:
+        """The slots in either engine of the rows before `end` that both hold."""
+        our_first, our_slots = held_rows(self.engine, request.request_id, group, end)
+        their_first, their_slots = held_rows(fresh, "fresh", group, end)
+        first = max(our_first, their_first)
+        return our_slots[first - our_first :], their_slots[first - their_first :]
 
 
 def assert_rows_equal(ours: LayerKV, our_slots: torch.Tensor, theirs: LayerKV, their_slots: torch.Tensor) -> None:

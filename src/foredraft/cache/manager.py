@@ -1,64 +1,354 @@
-"""Who holds which blocks: one table of target blocks and one of module blocks for each request."""
+"""Who holds which blocks: one table for each request and group, and the blocks that later requests may share."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from foredraft.cache.block_pool import BlockPool
+from foredraft.cache.block_pool import RESERVED_BLOCK, BlockPool
+from foredraft.cache.groups import CacheLayout
+from foredraft.cache.prefix_index import CachedBlock, PartKey, PrefixIndex, PrefixNode
+from foredraft.cache.prefix_match import PrefixMatch, match_prefix
+from foredraft.plan import BlockCopy
 
 
 @dataclass
 class BlockTables:
-    """The blocks of one request: block b holds rows b * block_size .. (b + 1) * block_size - 1."""
+    """The blocks of one request: entry b of a table holds rows b * block_size .. (b + 1) * block_size - 1.
 
-    target: list[int] = field(default_factory=list)
-    module: list[int] = field(default_factory=list)
+    first: by group, the first entry that is held; those before it were given back, and name the reserved block.
+    nodes: the leading blocks that are in the prefix index. Module blocks below num_shared_module_blocks may be shared
+    and are never written. frozen: the tables as tuples, until they change.
+    """
+
+    salt: str | None
+    blocks: list[list[int]]
+    first: list[int]
+    num_shared_module_blocks: int = 0
+    nodes: list[PrefixNode] = field(default_factory=list)
+    is_published: bool = True
+    frozen: tuple[tuple[int, ...], ...] | None = None
+
+
+@dataclass(frozen=True)
+class RowDemand:
+    """Rows that a request wants room for: up to row `target_end` and `module_end` in all groups, and in those that
+    keep all rows up to `target_total` and `module_total`, so that it can go on."""
+
+    target_end: int
+    module_end: int
+    target_total: int
+    module_total: int
 
 
 class CacheManager:
-    """Gives requests room for their rows. Nothing else touches blocks.
+    """Gives requests room for their rows, and finds rows that others have computed. Nothing else touches blocks.
 
-    Target blocks hold the target's KV and its hidden states (h0); module blocks hold the KV of all MTP modules. A
-    request that does not draft has no module blocks.
+    A full block of committed tokens is published: it is immutable from then on, and any request with the same tokens
+    (and the same salt) may refer to it. Module rows depend on the tokens after their own, so a module block is found
+    by its own tokens and the next `depth` ones. A block that nobody refers to stays until its place is needed.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        num_blocks: Sequence[int],
+        block_size: int,
+        *,
+        is_shared: bool = True,
+        num_host_blocks: Sequence[int] | None = None,
+    ) -> None:
+        self.layout = layout
         self.block_size = block_size
-        self.target_pool = BlockPool(num_blocks)
-        self.module_pool = BlockPool(num_blocks)
+        self.is_shared = is_shared
+        self.pools: tuple[BlockPool[CachedBlock], ...] = tuple(BlockPool(count, self._evict) for count in num_blocks)
+        self._host_pools: tuple[BlockPool[CachedBlock], ...] = tuple(
+            BlockPool(count, self._evict_from_host) for count in num_host_blocks or ()
+        )
+        self._index = PrefixIndex(block_size)
         self._tables: dict[str, BlockTables] = {}
+        self._copies: list[BlockCopy] = []
 
-    @property
-    def capacity(self) -> int:
-        """Rows that fit in each group."""
-        return self.target_pool.num_usable_blocks * self.block_size
+    # -- finding what is cached ----------------------------------------------------------------------------------------
 
-    def reserve(self, request_id: str, num_target_rows: int, num_module_rows: int) -> bool:
-        """Make room for rows 0..num-1 in both groups; all or nothing. False: not enough free blocks."""
-        tables = self._tables.get(request_id, BlockTables())
-        more_target = self._missing(tables.target, num_target_rows)
-        more_module = self._missing(tables.module, num_module_rows)
-        if more_target > self.target_pool.num_free_blocks or more_module > self.module_pool.num_free_blocks:
-            return False
-        tables.target += self.target_pool.allocate(more_target)
-        tables.module += self.module_pool.allocate(more_module)
+    def match(self, token_ids: Sequence[int], salt: str | None, module_depth: int) -> PrefixMatch:
+        """How much of a sequence is cached; with `module_depth` 0 the modules' rows are not looked for.
+
+        Changes nothing, so that it may be asked again by a request that has to wait.
+        """
+        nodes = self._index.walk(salt, token_ids) if self.is_shared else []
+        return match_prefix(self.layout, self.block_size, nodes, token_ids, module_depth)
+
+    def _first_block(self, group: int, next_row: int) -> int:
+        return self.layout.groups[group].first_kept_row(next_row) // self.block_size
+
+    # -- room for rows -------------------------------------------------------------------------------------------------
+
+    def admit(self, request_id: str, salt: str | None, match: PrefixMatch, demand: RowDemand) -> bool:
+        """Give a new request what `match` found and room for the rest; all or nothing. False: not enough blocks."""
+        groups = range(len(self.layout.groups))
+        found = (*match.target_parts, *match.module_parts)
+        tables = BlockTables(salt, [[] for _ in groups], [0 for _ in groups])
+        origin = match.module_origin // self.block_size
+        tables.num_shared_module_blocks = max(origin, match.num_module_rows // self.block_size)
+        for group in groups:
+            begin = origin if group in self.layout.module_groups else 0
+            tables.first[group] = min(found[group], default=begin)
+            tables.blocks[group] = [RESERVED_BLOCK] * (max(found[group], default=begin - 1) + 1)
+            on_device = [part.block for part in found[group].values() if part.block is not None]
+            num_wanted = len(found[group]) - sum(not self.pools[group].is_free(block) for block in on_device)
+            if num_wanted + self._num_missing(tables, group, demand) > self.pools[group].num_free_blocks:
+                return False
+        self._take(tables, found)
+        for group in groups:
+            self._extend(tables, group, demand)
+        tables.nodes = list(match.nodes)
+        if tables.nodes:
+            tables.nodes[-1].num_users += 1
         self._tables[request_id] = tables
         return True
 
-    def _missing(self, blocks: list[int], num_rows: int) -> int:
-        return max(0, -(-num_rows // self.block_size) - len(blocks))
+    def _take(self, tables: BlockTables, found: Sequence[dict[int, CachedBlock]]) -> None:
+        """Refer to the parts found. First all that are on the device: bringing others back must not evict them."""
+        for group, parts in enumerate(found):
+            for index, part in parts.items():
+                if part.block is not None:
+                    self.pools[group].take(part.block)
+                    tables.blocks[group][index] = part.block
+                else:
+                    assert part.host_block is not None
+                    self._host_pools[group].take(part.host_block)
+        for group, parts in enumerate(found):
+            for index, part in parts.items():
+                if part.block is None:
+                    tables.blocks[group][index] = self._bring_back(part)
+
+    def _bring_back(self, part: CachedBlock) -> int:
+        """Copy a part that is on the host only into a device block, and drop the reference to its host block."""
+        assert part.host_block is not None
+        pool = self.pools[part.group]
+        part.block = pool.allocate(1)[0]
+        pool.contents[part.block] = part
+        self._copies.append(BlockCopy(part.group, part.block, part.host_block, to_host=False))
+        self._host_pools[part.group].release([part.host_block])
+        return part.block
+
+    def reserve(self, request_id: str, demand: RowDemand) -> bool:
+        """Make room for more rows of a request; all or nothing. False: not enough free blocks."""
+        tables = self._tables[request_id]
+        missing = [self._num_missing(tables, group, demand) for group in range(len(self.pools))]
+        if not any(missing):
+            return True
+        if any(count > pool.num_free_blocks for count, pool in zip(missing, self.pools)):
+            return False
+        for group in range(len(self.pools)):
+            self._extend(tables, group, demand)
+        return True
+
+    def _num_missing(self, tables: BlockTables, group: int, demand: RowDemand) -> int:
+        is_module, keeps_all = group in self.layout.module_groups, self.layout.groups[group].retention is None
+        if is_module:
+            num_rows = demand.module_total if keeps_all else demand.module_end
+        else:
+            num_rows = demand.target_total if keeps_all else demand.target_end
+        return max(0, -(-num_rows // self.block_size) - len(tables.blocks[group]))
+
+    def _extend(self, tables: BlockTables, group: int, demand: RowDemand) -> None:
+        count = self._num_missing(tables, group, demand)
+        if count:
+            tables.blocks[group] += self.pools[group].allocate(count)
+            tables.frozen = None
+
+    def renew_modules(self, request_id: str, first_row: int, *, keep_before: bool) -> int:
+        """Give the module blocks from the one of `first_row` on back, so that fresh ones are written.
+
+        keep_before: the blocks before it stay; otherwise the table begins there. Returns the first row that is lost.
+        """
+        tables = self._tables[request_id]
+        index = first_row // self.block_size
+        for group in self.layout.module_groups:
+            blocks, first = tables.blocks[group], tables.first[group]
+            start = max(first, index) if keep_before else first
+            self.pools[group].release(reversed(blocks[start:]))
+            del blocks[start:]
+            if not keep_before:
+                tables.blocks[group] = [RESERVED_BLOCK] * index
+                tables.first[group] = index
+        tables.num_shared_module_blocks = min(tables.num_shared_module_blocks, index) if keep_before else index
+        tables.frozen = None
+        return index * self.block_size
+
+    def num_shared_module_rows(self, request_id: str) -> int:
+        """Module rows before this one may be shared: they must not be written."""
+        return self._tables[request_id].num_shared_module_blocks * self.block_size
+
+    def retain(self, request_id: str, target_row: int, module_row: int) -> None:
+        """Give back what no target row from `target_row` on and no module row from `module_row` on needs."""
+        tables = self._tables[request_id]
+        for number, group in enumerate(self.layout.groups):
+            if group.retention is None:
+                continue
+            row = module_row if number in self.layout.module_groups else target_row
+            index = min(self._first_block(number, row), len(tables.blocks[number]))
+            first = tables.first[number]
+            if index > first:
+                blocks = tables.blocks[number]
+                self.pools[number].release(blocks[first:index])
+                blocks[first:index] = [RESERVED_BLOCK] * (index - first)
+                tables.first[number] = index
+                tables.frozen = None
 
     def release(self, request_id: str) -> None:
-        """Give back all that a request holds; a request that holds nothing is fine."""
+        """Give back all that a request holds; a request that holds nothing is fine. What is published stays cached."""
         tables = self._tables.pop(request_id, None)
-        if tables is not None:
-            self.target_pool.release(tables.target)
-            self.module_pool.release(tables.module)
+        if tables is None:
+            return
+        for pool, blocks, first in zip(self.pools, tables.blocks, tables.first):
+            pool.release(reversed(blocks[first:]))  # the end of a sequence is of use only together with its beginning
+        self._leave(tables)
 
-    def tables(self, request_id: str) -> BlockTables:
-        return self._tables[request_id]
+    def _leave(self, tables: BlockTables) -> None:
+        if tables.nodes:
+            tables.nodes[-1].num_users -= 1
+            self._index.prune(tables.nodes[-1])
+
+    def block_tables(self, request_id: str) -> tuple[tuple[int, ...], ...]:
+        """The blocks of a request by group."""
+        tables = self._tables[request_id]
+        if tables.frozen is None:
+            tables.frozen = tuple(map(tuple, tables.blocks))
+        return tables.frozen
+
+    def num_held_blocks(self, request_id: str) -> tuple[int, ...]:
+        """How many blocks a request refers to, by group."""
+        tables = self._tables[request_id]
+        return tuple(len(blocks) - first for blocks, first in zip(tables.blocks, tables.first))
+
+    # -- publishing ----------------------------------------------------------------------------------------------------
+
+    def publish(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        num_rows: int,
+        exact: Sequence[int],
+        first_exact: int,
+        depth: int,
+    ) -> None:
+        """Let others find the full blocks among a request's rows.
+
+        num_rows: target rows of committed tokens (c); exact: E_k of every module, of which rows from `first_exact` on
+        count. A module block is published once modules 1..depth are exact to its end, for all modules that are.
+        """
+        tables = self._tables[request_id]
+        if not (self.is_shared and tables.is_published):
+            return
+        size = self.block_size
+        if num_rows // size > len(tables.nodes):
+            self._publish_target(tables, token_ids, num_rows // size)
+        num_blocks = min(exact[depth - 1] // size, len(tables.nodes)) if depth else 0
+        for index in range(tables.num_shared_module_blocks, num_blocks):
+            end = (index + 1) * size
+            if index * size >= first_exact:
+                following = tuple(token_ids[end : end + sum(count >= end for count in exact)])
+                for group in self.layout.module_groups:
+                    self._offer(tables, group, index, (group, following))
+            tables.num_shared_module_blocks = index + 1
+
+    def _publish_target(self, tables: BlockTables, token_ids: Sequence[int], num_blocks: int) -> None:
+        last = tables.nodes[-1] if tables.nodes else None
+        size = self.block_size
+        for index in range(len(tables.nodes), num_blocks):
+            parent = tables.nodes[-1] if tables.nodes else None
+            tokens = tuple(token_ids[index * size : (index + 1) * size])
+            tables.nodes.append(self._index.child(parent, tables.salt, tokens))
+            for group in self.layout.target_groups:
+                self._offer(tables, group, index, (group, ()))
+        tables.nodes[-1].num_users += 1
+        if last is not None:
+            last.num_users -= 1
+
+    def _offer(self, tables: BlockTables, group: int, index: int, key: PartKey) -> None:
+        """Publish one block, or use the one that was published first and give our own back."""
+        if index < tables.first[group]:
+            return
+        pool, node = self.pools[group], tables.nodes[index]
+        block = tables.blocks[group][index]
+        part = node.parts.get(key)
+        if part is None:
+            part = node.parts[key] = CachedBlock(node, key)
+        if part.block is None:
+            part.block = block
+            pool.contents[block] = part
+        elif part.block != block:
+            pool.take(part.block)
+            tables.blocks[group][index] = part.block
+            tables.frozen = None
+            pool.release([block])
+
+    # -- losing and keeping --------------------------------------------------------------------------------------------
+
+    def _evict(self, part: CachedBlock) -> None:
+        """A device block is handed out again: what it held moves to the host, if there is a host pool."""
+        block, part.block = part.block, None
+        if part.host_block is None and self._host_pools and self._host_pools[part.group].num_free_blocks:
+            assert block is not None
+            host = self._host_pools[part.group]
+            part.host_block = host.allocate(1)[0]
+            host.contents[part.host_block] = part
+            self._copies.append(BlockCopy(part.group, block, part.host_block, to_host=True))
+        if part.host_block is None:
+            self._index.remove(part)
+        else:
+            self._touch_host(part)
+
+    def _touch_host(self, part: CachedBlock) -> None:
+        """Make a host block the most recently used."""
+        host = self._host_pools[part.group]
+        assert part.host_block is not None
+        if host.is_free(part.host_block):
+            host.take(part.host_block)
+        host.release([part.host_block])
+
+    def _evict_from_host(self, part: CachedBlock) -> None:
+        part.host_block = None
+        if part.block is None:
+            self._index.remove(part)
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """Copies between device and host that the next step must make first, in this order."""
+        copies = tuple(self._copies)
+        self._copies.clear()
+        return copies
+
+    def reset(self) -> None:
+        """Forget all cached rows. Running requests keep their blocks, which others do not find any more."""
+        self._index.clear()
+        for pool in (*self.pools, *self._host_pools):
+            for block, part in enumerate(pool.contents):
+                if part is not None:
+                    pool.forget(block)
+        for tables in self._tables.values():
+            tables.is_published = False
+        self._copies.clear()
 
     def check_integrity(self) -> None:
-        """Prove the books: every block is free or held by exactly the requests that list it."""
-        self.target_pool.check_integrity(tables.target for tables in self._tables.values())
-        self.module_pool.check_integrity(tables.module for tables in self._tables.values())
+        """Prove the books: every block is free or held by exactly the requests that list it, and every cached part is
+        where the index says."""
+        for group, pool in enumerate(self.pools):
+            tables = self._tables.values()
+            assert all(not any(table.blocks[group][: table.first[group]]) for table in tables)
+            pool.check_integrity(table.blocks[group][table.first[group] :] for table in tables)
+        for host in self._host_pools:
+            host.check_integrity(())
+        parts = [part for node in self._index.nodes() for part in node.parts.values()]
+        assert all(part.block is not None or part.host_block is not None for part in parts), "a part is nowhere"
+        for group, pool in enumerate(self.pools):
+            self._check_contents(pool, {part.block: part for part in parts if part.group == group and part.block})
+        for group, host in enumerate(self._host_pools):
+            self._check_contents(host, {p.host_block: p for p in parts if p.group == group and p.host_block})
+
+    @staticmethod
+    def _check_contents(pool: BlockPool[CachedBlock], parts: dict[int | None, CachedBlock]) -> None:
+        contents = {block: part for block, part in enumerate(pool.contents) if part is not None}
+        assert contents == parts, "the index and the pool disagree about what a block holds"

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from foredraft.cache.groups import CacheLayout
 from foredraft.cache.manager import CacheManager
-from foredraft.cache.storage import CacheLayout, CacheStorage
+from foredraft.cache.storage import CacheStorage
 from foredraft.config import EngineConfig
 from foredraft.errors import ConfigError, RequestError
 from foredraft.exactness import ExactRows
@@ -22,6 +23,9 @@ from foredraft.sampling_params import MAX_SEED, SamplingParams
 from foredraft.scheduler.scheduler import Committed, Scheduler, SchedulerLimits
 from foredraft.speculation.drafter import Drafter
 from foredraft.statistics import EngineStats
+
+SCHEDULER_COUNTS = ("num_preemptions", "num_queried_tokens", "num_cached_tokens")
+"""Totals that the scheduler counts and `EngineStats` repeats since its reset."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class Engine:
     def step(self) -> list[Committed]:
         """Run one step and return what it added to which requests. A failure ends all requests and is raised."""
         started = time.perf_counter()
-        num_preemptions = self.scheduler.num_preemptions
+        before = self._scheduler_counts()
         try:
             plan = self.scheduler.plan()
             if not plan.requests:
@@ -91,15 +95,24 @@ class Engine:
         except BaseException:
             for request_id in self.scheduler.unfinished_ids:
                 self.abort(request_id)
+            self.reset_prefix_cache()  # copies of blocks that the step should have made may be missing
             raise
         committed = self.scheduler.commit(plan, result)
         for update in committed:
             self.stats.num_generated_tokens += len(update.token_ids)
             if update.request.finish_reason is not None:
                 self._close(update.request)
-        self.stats.num_preemptions += self.scheduler.num_preemptions - num_preemptions
+        for name, count, earlier in zip(SCHEDULER_COUNTS, self._scheduler_counts(), before):
+            setattr(self.stats, name, getattr(self.stats, name) + count - earlier)
         self.stats.observe_step(result.times, time.perf_counter() - started)
         return committed
+
+    def _scheduler_counts(self) -> tuple[int, ...]:
+        return tuple(getattr(self.scheduler, name) for name in SCHEDULER_COUNTS)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached rows; requests that run keep theirs."""
+        self.cache.reset()
 
     def _close(self, request: Request) -> None:
         self.runner.forget(request.request_id)
@@ -160,20 +173,23 @@ def build_engine(
     if config.draft_vocab_size is not None and config.draft_vocab_size > target.vocab_size:
         raise ConfigError(f"draft_vocab_size={config.draft_vocab_size} is more than the {target.vocab_size} token ids")
     module_shapes = modules.kv_shapes if modules is not None else ()
-    layout = CacheLayout(target.kv_shapes, module_shapes, target.hidden_size, target.dtype)
+    layout = CacheLayout.build(target.kv_shapes, module_shapes, target.hidden_size, target.dtype)
     size = size_cache(config, layout, loaded.info.max_position_embeddings)
     try:
         storage = CacheStorage(layout, size.num_blocks, config.block_size, target.device)
     except RuntimeError as error:
-        num_bytes = layout.bytes_per_token * config.block_size * size.num_blocks
+        tokens = zip(size.num_blocks, range(len(layout.groups)))
+        num_bytes = sum(layout.bytes_per_token(group) * config.block_size * count for count, group in tokens)
         raise ConfigError(
-            f"there is no memory for a cache of {size.num_blocks} blocks, {num_bytes} bytes: "
+            f"there is no memory for a cache of {max(size.num_blocks)} blocks, {num_bytes} bytes: "
             f"lower num_blocks or kv_cache_memory_bytes"
         ) from error
     drafter = drafter_type(target, modules, storage, config.draft_vocab_size) if modules is not None else None
     runner = ModelRunner(target, drafter, storage, greedy_drafts=config.draft_sampling == "greedy")
-    cache = CacheManager(size.num_blocks, config.block_size)
-    scheduler_limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens, len(module_shapes))
+    cache = CacheManager(layout, size.num_blocks, config.block_size, is_shared=config.enable_prefix_caching)
+    scheduler_limits = SchedulerLimits(
+        config.max_num_seqs, config.max_num_batched_tokens, len(module_shapes), config.scheduling_policy
+    )
     limits = EngineLimits(target.vocab_size, size.max_model_len, max_depth, loaded.eos_token_ids)
     return Engine(runner, Scheduler(cache, scheduler_limits), cache, limits)
 

@@ -60,6 +60,10 @@ class LLM:
     def reset_stats(self) -> None:
         self.engine.stats = EngineStats()
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached rows; requests that run are not disturbed."""
+        self.engine.reset_prefix_cache()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -224,6 +228,7 @@ class _OpenRequest:
             text=self._detokenizer.text,
             finish_reason=reason,
             error=error,
+            num_cached_tokens=request.num_cached_tokens or 0,
             stats=request.stats,
         )
 

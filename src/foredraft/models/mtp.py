@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
-from foredraft.cache.storage import KVShape
+from foredraft.cache.groups import KVShape
 from foredraft.models.attention import PagedAttention
 from foredraft.models.target import AttentionProbe
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from foredraft.cache.storage import KVShape
+from foredraft.cache.groups import KVShape
 from foredraft.errors import ModelLoadError
 from foredraft.models.attention import ATTENTION_NAME, PagedAttention
 
@@ -86,7 +86,7 @@ class AttentionProbe(PagedAttention):
 
     @classmethod
     def new(cls) -> AttentionProbe:
-        return cls(slots=torch.empty(0), kv=(), groups=())
+        return cls(kv=(), rows=())
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None

@@ -9,46 +9,53 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.storage import CacheStorage
-from foredraft.models.attention import PagedAttention, RowSpan, build_groups, mask_kinds
+from foredraft.models.attention import GroupRows, PagedAttention, RowSpan, group_rows
 from foredraft.plan import RequestPlan
 
 
 @dataclass(frozen=True)
 class TargetInputs:
-    """token_ids, positions [T]: the rows of all requests laid end to end. first_rows: where each request's begin."""
+    """token_ids, positions [T]: the rows of all requests laid end to end. hidden_slots [T]: where their h0 go."""
 
     token_ids: Tensor
     positions: Tensor
     paged: PagedAttention
-    first_rows: tuple[int, ...]
+    hidden_slots: Tensor
 
 
 def target_inputs(plans: Sequence[RequestPlan], storage: CacheStorage, device: torch.device) -> TargetInputs:
     """Lay the target rows of `plans` (each has at least one) end to end."""
-    token_ids: list[int] = []
-    positions, slots, spans, first_rows = [], [], [], []
-    for plan in plans:
-        first_rows.append(len(token_ids))
-        token_ids += plan.token_ids
-        end = plan.first_row + len(plan.token_ids)
-        row_slots = storage.slots(plan.target_blocks, end)
-        positions.append(torch.arange(plan.first_row, end))
-        slots.append(row_slots[plan.first_row :])
-        spans.append(RowSpan(len(plan.token_ids), end, row_slots))
-    groups = build_groups(spans, mask_kinds(storage.layout.target), storage.layout.dtype, device)
+    layout = storage.layout
+    token_ids = [token_id for plan in plans for token_id in plan.token_ids]
+    positions = [torch.arange(plan.first_row, plan.first_row + len(plan.token_ids)) for plan in plans]
+    rows = {group: _group_rows(plans, storage, group, device) for group in set(layout.group_of_layer)}
+    hidden = [_slots(plan, storage, layout.hidden_group)[plan.first_row :] for plan in plans]
     return TargetInputs(
         token_ids=torch.tensor(token_ids).to(device),
         positions=torch.cat(positions).to(device),
-        paged=PagedAttention(torch.cat(slots).to(device), storage.target, groups),
-        first_rows=tuple(first_rows),
+        paged=PagedAttention(storage.target, [rows[group] for group in layout.group_of_layer]),
+        hidden_slots=torch.cat(hidden).to(device),
     )
 
 
-def sampled_rows(plans: Sequence[RequestPlan], first_rows: Sequence[int], device: torch.device) -> Tensor:
-    """Flat rows whose logits are needed: for each request that samples, its newest token and its drafts, in order."""
-    rows: list[int] = []
-    for plan, first in zip(plans, first_rows):
-        if plan.is_sampling:
-            end = first + len(plan.token_ids)
-            rows += range(end - plan.num_draft_tokens - 1, end)
-    return torch.tensor(rows, dtype=torch.int64).to(device)
+def _slots(plan: RequestPlan, storage: CacheStorage, group: int) -> Tensor:
+    return storage.slots(plan.blocks[group], plan.first_row + len(plan.token_ids))
+
+
+def _group_rows(plans: Sequence[RequestPlan], storage: CacheStorage, group: int, device: torch.device) -> GroupRows:
+    slots = [_slots(plan, storage, group) for plan in plans]
+    spans = [RowSpan(len(plan.token_ids), len(rows), rows) for plan, rows in zip(plans, slots)]
+    written = torch.cat([rows[plan.first_row :] for plan, rows in zip(plans, slots)])
+    return group_rows(storage.layout.groups[group], written, spans, storage.layout.dtype, device)
+
+
+def sampled_slots(plans: Sequence[RequestPlan], storage: CacheStorage, device: torch.device) -> Tensor:
+    """Where h0 lies of the rows whose logits are needed: for each request its newest token and its drafts, in order.
+
+    The newest row of a prompt that is wholly cached was computed by another request.
+    """
+    slots = []
+    for plan in plans:
+        first, end = plan.num_tokens - 1, plan.num_tokens + plan.num_draft_tokens
+        slots.append(storage.slots(plan.blocks[storage.layout.hidden_group], end)[first:])
+    return torch.cat(slots).to(device)

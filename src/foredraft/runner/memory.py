@@ -1,10 +1,10 @@
-"""How many blocks the cache gets."""
+"""How many blocks each cache group gets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from foredraft.cache.storage import CacheLayout
+from foredraft.cache.groups import CacheLayout
 from foredraft.config import EngineConfig
 from foredraft.errors import ConfigError
 
@@ -13,7 +13,7 @@ from foredraft.errors import ConfigError
 class CacheSize:
     """num_blocks of each group, the reserved one included, and the longest sequence that is admitted."""
 
-    num_blocks: int
+    num_blocks: tuple[int, ...]
     max_model_len: int
 
 
@@ -24,7 +24,7 @@ def size_cache(config: EngineConfig, layout: CacheLayout, max_positions: int) ->
     admitted can always end.
     Raises ConfigError, with the numbers, for settings that contradict each other.
     """
-    bytes_per_block = layout.bytes_per_token * config.block_size
+    bytes_per_block = layout.bytes_per_token() * config.block_size
     num_blocks = config.num_blocks or config.kv_cache_memory_bytes // bytes_per_block
     capacity = (num_blocks - 1) * config.block_size
     what = f"{num_blocks} blocks of {config.block_size} rows, one of them reserved,"
@@ -41,4 +41,4 @@ def size_cache(config: EngineConfig, layout: CacheLayout, max_positions: int) ->
             f"max_model_len={wanted} does not fit the cache: {what} hold a sequence of {capacity} tokens: "
             f"raise num_blocks or kv_cache_memory_bytes, or lower max_model_len"
         )
-    return CacheSize(num_blocks, wanted or min(max_positions, capacity))
+    return CacheSize((num_blocks,) * len(layout.groups), wanted or min(max_positions, capacity))

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from foredraft.cache.storage import CacheStorage
 from foredraft.models.target import TargetModel
-from foredraft.plan import RequestPlan, RequestResult, StepPlan, StepResult, StepTimes
-from foredraft.runner.inputs import sampled_rows, target_inputs
+from foredraft.plan import BlockCopy, RequestPlan, RequestResult, StepPlan, StepResult, StepTimes
+from foredraft.runner.inputs import sampled_slots, target_inputs
 from foredraft.sampling.sampler import SamplingTensors, greedy, probabilities
 from foredraft.speculation.drafter import Drafter, Window
 from foredraft.speculation.verifier import rejection_sample, verify_greedy
@@ -25,11 +25,18 @@ class ModelRunner:
     """Executes plans. Its only state is the paged storage and the probabilities that pending drafts were drawn from."""
 
     def __init__(
-        self, target: TargetModel, drafter: Drafter | None, storage: CacheStorage, *, greedy_drafts: bool = False
+        self,
+        target: TargetModel,
+        drafter: Drafter | None,
+        storage: CacheStorage,
+        host_storage: CacheStorage | None = None,
+        *,
+        greedy_drafts: bool = False,
     ) -> None:
         self.target = target
         self._drafter = drafter
         self.storage = storage
+        self.host_storage = host_storage
         self._greedy_drafts = greedy_drafts
         self._draft_probs: dict[str, Tensor] = {}
 
@@ -37,9 +44,12 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step: target rows of all requests in one forward, then verification, then the module passes."""
         started = self._now()
-        logits = self._run_target([p for p in plan.requests if p.token_ids])
+        self._copy_blocks(plan.copies)
+        self._run_target([p for p in plan.requests if p.token_ids])
+        sampling = [p for p in plan.requests if p.is_sampling]
+        logits = self._logits(sampling)
         forwarded = self._now()
-        emitted = self._verify([p for p in plan.requests if p.is_sampling], logits)
+        emitted = self._verify(sampling, logits)
         verified = self._now()
         drafts = self._draft(plan.requests, emitted)
         drafted = self._now()
@@ -58,16 +68,29 @@ class ModelRunner:
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
 
-    def _run_target(self, plans: Sequence[RequestPlan]) -> Tensor:
-        """Forward all target rows, store h0, and return the logits [R, V] of the rows that are sampled."""
+    def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Move evicted blocks to the host, and others back from there. On a GPU, in the order of its stream."""
+        for copy in copies:
+            assert self.host_storage is not None
+            on_device = self.storage.block(copy.group, copy.block)
+            on_host = self.host_storage.block(copy.group, copy.host_block)
+            for device_rows, host_rows in zip(on_device, on_host):
+                source, destination = (device_rows, host_rows) if copy.to_host else (host_rows, device_rows)
+                destination.copy_(source, non_blocking=True)
+
+    def _run_target(self, plans: Sequence[RequestPlan]) -> None:
+        """Forward all target rows and store h0."""
+        if plans:
+            inputs = target_inputs(plans, self.storage, self.target.device)
+            hidden = self.target.forward(inputs.token_ids, inputs.positions, inputs.paged)
+            self.storage.hidden.index_copy_(0, inputs.hidden_slots, hidden)
+
+    def _logits(self, plans: Sequence[RequestPlan]) -> Tensor:
+        """The target's logits [R, V] at the rows that are sampled, from h0 as it is cached."""
         device = self.target.device
         if not plans:
             return torch.empty(0, self.target.vocab_size, device=device)
-        inputs = target_inputs(plans, self.storage, device)
-        hidden = self.target.forward(inputs.token_ids, inputs.positions, inputs.paged)
-        self.storage.hidden.index_copy_(0, inputs.paged.slots, hidden)
-        rows = sampled_rows(plans, inputs.first_rows, device)
-        return self.target.logits(hidden.index_select(0, rows))
+        return self.target.logits(self.storage.hidden.index_select(0, sampled_slots(plans, self.storage, device)))
 
     def _verify(self, plans: Sequence[RequestPlan], logits: Tensor) -> Emitted:
         """Decide drafts and draw the next token, greedy and sampled requests apart. logits: [sum(drafts + 1), V]."""
@@ -127,7 +150,7 @@ class ModelRunner:
 
     def _window(self, plan: RequestPlan, new_token_ids: tuple[int, ...]) -> Window | None:
         """The window of a request now that its new tokens are known; None if it has ended or has no use for drafts."""
-        planned = plan.window
+        planned, layout = plan.window, self.storage.layout
         assert planned is not None
         start, end, exact = planned.start, planned.end, planned.exact
         num_tokens, num_passes, num_drafts = plan.num_tokens, planned.depth, 0
@@ -150,8 +173,12 @@ class ModelRunner:
             num_exact_rows=exact.num_exact_rows,
             num_passes=num_passes,
             num_drafts=num_drafts,
-            target_slots=self.storage.slots(plan.target_blocks, end),
-            module_slots=self.storage.slots(plan.module_blocks, end + max(0, num_drafts - 1)),
+            origin=exact.origin,
+            hidden_slots=self.storage.slots(plan.blocks[layout.hidden_group], end)[start:],
+            module_slots={
+                group: self.storage.slots(plan.blocks[group], end + max(0, num_drafts - 1))
+                for group in layout.module_groups
+            },
         )
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from foredraft.cache.manager import CacheManager
+from foredraft.cache.manager import CacheManager, RowDemand
+from foredraft.config import SchedulingPolicy
 from foredraft.exactness import ExactRows
 from foredraft.plan import RequestPlan, RequestResult, StepPlan, StepResult, WindowPlan
 from foredraft.request import Request, RequestStatus
+from foredraft.scheduler.queue import WaitingQueue
 from foredraft.stopping import FinishReason, first_stop
 
 
@@ -20,6 +21,7 @@ class SchedulerLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     num_modules: int
+    policy: SchedulingPolicy = "fcfs"
 
 
 @dataclass(frozen=True)
@@ -44,18 +46,21 @@ class _Share:
 class Scheduler:
     """Plans steps and commits their results.
 
-    Requests run in order of arrival. A decode takes all of its rows (newest token and pending drafts) or waits: drafts
-    are never cut to fit a batch, so that a request returns the same tokens in any company. When blocks run out, the
-    request that arrived last gives up its own and starts over from its tokens, pending drafts included.
+    Requests run in the order of the queue. A decode takes all of its rows (newest token and pending drafts) or waits:
+    drafts are never cut to fit a batch, so that a request returns the same tokens in any company. When blocks run out,
+    the last request in that order gives up its own and starts over from its tokens, pending drafts included, and from
+    what is still cached of them.
     """
 
     def __init__(self, cache: CacheManager, limits: SchedulerLimits) -> None:
         self._cache = cache
         self._limits = limits
-        self._waiting: deque[Request] = deque()
+        self._waiting = WaitingQueue(limits.policy)
         self._running: list[Request] = []
         self._requests: dict[str, Request] = {}
         self.num_preemptions = 0
+        self.num_queried_tokens = 0
+        self.num_cached_tokens = 0
 
     @property
     def num_modules(self) -> int:
@@ -71,14 +76,16 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         self._requests[request.request_id] = request
-        self._waiting.append(request)
+        self._waiting.add(request)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
     def set_depth(self, request_id: str, depth: int) -> None:
         """Draft `depth` tokens a step from the next step on; 0 stops drafting. The caller has checked the bound."""
-        self._requests[request_id].depth = depth
+        request = self._requests[request_id]
+        request.depth = depth
+        request.max_depth = max(request.max_depth, depth)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now; None if it is not there (any more)."""
@@ -94,54 +101,111 @@ class Scheduler:
         planned: dict[str, RequestPlan] = {}
         budget = self._limits.max_num_batched_tokens
         preempted = self.num_preemptions
-        steady = [r for r in self._running if r.is_decoding and not self._num_lagging_rows(r)]
-        for request in [*steady, *(r for r in self._running if r not in steady)]:
+        steady: list[Request] = []
+        others: list[Request] = []
+        for request in self._running:
+            self._renew_modules(request)
+            is_steady = request.is_decoding and not self._num_lagging_rows(request)
+            (steady if is_steady else others).append(request)
+        for request in (*steady, *others):
             if request.status is RequestStatus.RUNNING:
                 budget -= self._plan_request(request, budget, planned)
         if self.num_preemptions == preempted:
             self._admit(budget, planned)
-        return StepPlan(tuple(planned.values()))
+        return StepPlan(tuple(planned.values()), self._cache.take_copies())
 
     def _admit(self, budget: int, planned: dict[str, RequestPlan]) -> None:
         """Start waiting requests, in order, as long as the whole of what they hold so far fits the cache.
 
         Room for the first chunk alone would let requests in that must push each other out again.
         """
-        while self._waiting and budget > 0 and len(self._running) < self._limits.max_num_seqs:
-            request = self._waiting[0]
-            if not self._reserve(request, request.num_tokens + len(request.draft_token_ids)):
+        while len(self._waiting) and budget > 0 and len(self._running) < self._limits.max_num_seqs:
+            request = self._waiting.first
+            share = self._start(request, budget)
+            if share is None:
                 break
-            share = self._share(request, budget)
-            self._waiting.popleft()
+            self._waiting.start_first()
             request.status = RequestStatus.RUNNING
             self._running.append(request)
-            self._running.sort(key=lambda running: running.arrival)
+            self._running.sort(key=self._waiting.order)
             planned[request.request_id] = self._request_plan(request, share)
             budget -= share.num_target_rows + share.num_lagging_rows
+
+    def _start(self, request: Request, budget: int) -> _Share | None:
+        """Give a waiting request its blocks, cached ones first, and its share of the step. None: it has to wait."""
+        depth, params = self._module_depth(request), request.params
+        match = self._cache.match(request.token_ids, params.cache_salt, depth)
+        request.num_computed_tokens = match.num_rows
+        request.exact = ExactRows.after_hit(self._limits.num_modules, match.num_module_rows, match.module_depth)
+        if self._cache.layout.has_module_windows:
+            request.exact = request.exact.keeping_from(match.num_module_rows)
+        if (row := self._restart_row(request)) is not None:
+            request.exact, match = request.exact.restarted(row, depth), match.without_modules(row)
+        share = self._share(request, budget)
+        whole = request.num_tokens + len(request.draft_token_ids)
+        demand = self._demand(request, share.end, max(whole, share.end))
+        if not self._cache.admit(request.request_id, params.cache_salt, match, demand):
+            request.num_computed_tokens = 0
+            request.exact = ExactRows.none(self._limits.num_modules)
+            return None
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = match.num_rows
+            self.num_queried_tokens += request.num_tokens
+            self.num_cached_tokens += match.num_rows
+        return share
 
     def _plan_request(self, request: Request, budget: int, planned: dict[str, RequestPlan]) -> int:
         """Add a running request to the step if rows and blocks allow; returns the rows that it takes."""
         share = self._share(request, budget)
         num_rows = share.num_target_rows + share.num_lagging_rows
-        if num_rows == 0:
+        if num_rows == 0 and not share.is_sampling:
             return 0
-        while not self._reserve(request, max(request.num_computed_tokens, share.end)):
-            victim = self._last_arrival_after(request, planned)
+        end = max(request.num_computed_tokens, share.end)
+        demand = self._demand(request, end, end)
+        while not self._cache.reserve(request.request_id, demand):
+            victim = self._last_after(request, planned)
             if victim is None:
                 return 0
             self.preempt(victim)
         planned[request.request_id] = self._request_plan(request, share)
         return num_rows
 
+    def _module_depth(self, request: Request) -> int:
+        return min(request.useful_depth, self._limits.num_modules)
+
     def _num_lagging_rows(self, request: Request) -> int:
-        """Module rows to compute again beyond the few of a steady decode: a spell at a smaller depth left them."""
+        """Module rows to compute beyond the few of a steady decode: a hit or a spell at a smaller depth left them."""
         depth = self._module_depth(request)
         if depth == 0:
             return 0
         return max(0, request.num_computed_tokens - request.exact.window_start(depth) - depth)
 
-    def _module_depth(self, request: Request) -> int:
-        return min(request.useful_depth, self._limits.num_modules)
+    def _restart_row(self, request: Request) -> int | None:
+        """Where the modules begin anew, if what they need is not there or is further back than it need be.
+
+        With sliding windows only, a bounded number of rows before c is enough for rows that are exact from c on.
+        """
+        depth = self._module_depth(request)
+        if depth == 0:
+            return None
+        start, needed = request.exact.window_start(depth), self._cache.layout.rebuild_rows[depth]
+        row = 0 if needed is None else max(0, request.num_computed_tokens - needed)
+        return row if start < row or start < request.exact.kept_from else None
+
+    def _renew_modules(self, request: Request) -> None:
+        """Before modules compute rows that are shared or no longer there, replace those blocks by fresh ones.
+
+        That happens after a rise in depth only: rows of deeper modules are missing where the others have theirs.
+        """
+        depth = self._module_depth(request)
+        if depth == 0:
+            return
+        if (row := self._restart_row(request)) is not None:
+            self._cache.renew_modules(request.request_id, row, keep_before=False)
+            request.exact = request.exact.restarted(row, depth)
+        elif (start := request.exact.window_start(depth)) < self._cache.num_shared_module_rows(request.request_id):
+            row = self._cache.renew_modules(request.request_id, start, keep_before=True)
+            request.exact = request.exact.renewed(row)
 
     def _share(self, request: Request, budget: int) -> _Share:
         """What a request may take of `budget` rows. Rows of its modules that lag behind come first."""
@@ -153,38 +217,40 @@ class Scheduler:
             return _Share(0, num_rows, False, start + num_rows)
         num_rows = min(request.num_pending_rows, budget - lagging)
         if num_rows < request.num_pending_rows:
-            num_rows = min(num_rows, request.num_tokens - 1 - computed)
+            num_rows = max(0, min(num_rows, request.num_tokens - 1 - computed))
         return _Share(num_rows, lagging, num_rows == request.num_pending_rows, computed + num_rows)
 
-    def _reserve(self, request: Request, num_rows: int) -> bool:
-        """Take blocks for rows 0..num_rows-1 of the target and, if the request drafts, of the modules.
+    def _demand(self, request: Request, end: int, total: int) -> RowDemand:
+        """Room for rows up to `end` of the target and, if the request drafts, of the modules.
 
         A single module that drafts several tokens also writes a row for each further one.
         """
-        num_module_rows = 0
         depth = request.useful_depth
-        if depth > 0:
-            num_further = depth - 1 if depth > self._limits.num_modules else 0
-            num_module_rows = min(num_rows + num_further, request.max_total_tokens)
-        return self._cache.reserve(request.request_id, num_rows, num_module_rows)
+        if depth == 0:
+            return RowDemand(end, 0, total, 0)
+        num_further = depth - 1 if depth > self._limits.num_modules else 0
+        longest = request.max_total_tokens
+        return RowDemand(end, min(end + num_further, longest), total, min(total + num_further, longest))
 
-    def _last_arrival_after(self, request: Request, planned: dict[str, RequestPlan]) -> Request | None:
-        """Who gives way to `request`: the latest arrival after it that is not in the step yet."""
-        later = (r for r in reversed(self._running) if r.arrival > request.arrival)
+    def _last_after(self, request: Request, planned: dict[str, RequestPlan]) -> Request | None:
+        """Who gives way to `request`: the last in order after it that is not in the step yet."""
+        order = self._waiting.order
+        later = (r for r in reversed(self._running) if order(r) > order(request))
         return next((r for r in later if r.request_id not in planned), None)
 
     def preempt(self, request: Request) -> None:
-        """Take a request's blocks away. Its tokens and pending drafts stay; all rows are computed again later."""
+        """Take a request's blocks away. Its tokens and pending drafts stay; rows that are not cached are computed
+        again later."""
+        self._publish(request, 1)
         self._cache.release(request.request_id)
         self._running.remove(request)
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
         request.exact = ExactRows.none(self._limits.num_modules)
-        self._waiting = deque(sorted((request, *self._waiting), key=lambda waiting: waiting.arrival))
+        self._waiting.add(request)
         self.num_preemptions += 1
 
     def _request_plan(self, request: Request, share: _Share) -> RequestPlan:
-        tables = self._cache.tables(request.request_id)
         first = request.num_computed_tokens
         pending = [*request.token_ids[first:], *request.draft_token_ids]
         return RequestPlan(
@@ -195,8 +261,7 @@ class Scheduler:
             num_tokens=request.num_tokens,
             max_total_tokens=request.max_total_tokens,
             is_sampling=share.is_sampling,
-            target_blocks=tuple(tables.target),
-            module_blocks=tuple(tables.module),
+            blocks=self._cache.block_tables(request.request_id),
             window=self._window_plan(request, share),
             params=request.params,
             seed=request.seed,
@@ -230,6 +295,9 @@ class Scheduler:
                 committed.append(self._commit_tokens(request, request_plan, outcome))
             else:
                 self._commit_rows(request, request_plan)
+            if request.status is RequestStatus.RUNNING:
+                self._publish(request, min(request.max_depth, self._limits.num_modules))
+                self._retain(request)
         return committed
 
     def _commit_rows(self, request: Request, plan: RequestPlan) -> None:
@@ -248,8 +316,9 @@ class Scheduler:
         request.stats.observe(plan.num_draft_tokens, min(num_accepted, kept))
         request.token_ids += committed.token_ids
         request.token_depths += committed.token_depths
-        request.num_computed_tokens = request.num_tokens - 1
-        request.exact = request.exact.after_verify(num_accepted)
+        # Rows of accepted drafts are computed, the one of the target's own token is not.
+        request.num_computed_tokens = min(request.num_tokens, plan.num_tokens + num_accepted)
+        request.exact = request.exact.after_verify(min(num_accepted, kept))
         request.draft_token_ids = outcome.draft_token_ids
         if outcome.draft_token_ids and plan.window is not None:
             depth = min(len(outcome.draft_token_ids), self._limits.num_modules)
@@ -259,7 +328,38 @@ class Scheduler:
             self._finish(request, reason)
         return committed
 
+    def _publish(self, request: Request, depth: int) -> None:
+        """Let others find the request's full blocks; a module block once modules 1..depth are exact to its end."""
+        exact, rebuild_rows = request.exact, self._cache.layout.rebuild_rows
+        first_exact = exact.origin and exact.origin + (rebuild_rows[-1] or 0)
+        self._cache.publish(
+            request.request_id,
+            request.token_ids,
+            request.num_computed_tokens,
+            exact.num_exact_rows,
+            first_exact,
+            min(depth, self._limits.num_modules),
+        )
+
+    def _retain(self, request: Request) -> None:
+        """Give back the blocks behind sliding windows that no later step of this request needs."""
+        layout = self._cache.layout
+        if not layout.has_windows:
+            return
+        computed, module_row = request.num_computed_tokens, request.exact.kept_from
+        depth, max_depth = self._module_depth(request), min(request.max_depth, self._limits.num_modules)
+        if depth and layout.has_module_windows:
+            needed = layout.rebuild_rows[max_depth]
+            deepest = request.exact.window_start(max_depth)
+            # The deepest modules' rows serve a later rise in depth, unless they would have to begin anew anyway.
+            is_near = needed is not None and deepest >= computed - needed
+            module_row = max(module_row, deepest if is_near else request.exact.window_start(depth))
+            request.exact = request.exact.keeping_from(module_row)
+        self._cache.retain(request.request_id, computed, module_row)
+
     def _finish(self, request: Request, reason: FinishReason) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self._publish(request, 1)
         self._cache.release(request.request_id)
         del self._requests[request.request_id]
         if request.status is RequestStatus.RUNNING:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from foredraft.cache.storage import CacheStorage
-from foredraft.models.attention import AttentionGroup, PagedAttention, RowSpan, build_groups, mask_kinds
+from foredraft.models.attention import GroupRows, PagedAttention, RowSpan, group_rows
 from foredraft.models.mtp import MtpModules
 from foredraft.models.target import TargetModel
 from foredraft.sampling.philox import Stream, uniform
@@ -24,7 +24,8 @@ class Window:
 
     Rows start..end-1 (s..c-1); token_ids are the committed tokens from t[start+1] on, num_tokens is n. `num_passes`
     modules run; `num_drafts` tokens are drafted (0: the rows only, as in a prefill chunk that is not the last).
-    target_slots and module_slots: slots of rows 0, 1, ... in either group, on the CPU.
+    Modules have no rows before `origin`. hidden_slots: where h0 of the window's rows lies; module_slots: by cache
+    group, the slots of rows 0, 1, ...; all on the CPU.
     """
 
     request_id: str
@@ -35,8 +36,9 @@ class Window:
     num_exact_rows: tuple[int, ...]
     num_passes: int
     num_drafts: int
-    target_slots: Tensor
-    module_slots: Tensor
+    origin: int
+    hidden_slots: Tensor
+    module_slots: Mapping[int, Tensor]
 
 
 @dataclass(frozen=True)
@@ -76,22 +78,21 @@ class Drafter:
         self._vocab_size = vocab_size
         self._modules = modules
         self._storage = storage
-        self._mask_kinds = mask_kinds(storage.layout.modules)
 
     def run(self, windows: Sequence[Window], sampling: SamplingTensors) -> Drafts:
         """Run all passes of `windows`; `sampling` has a row a window, temperature 0 for greedy drafts."""
         chain = _Chain(windows, self._target.device)
         hidden = self._storage.hidden.index_select(0, chain.hidden_slots)
         previous: PassRows | None = None
-        attention: tuple[AttentionGroup, ...] = ()
+        attention: dict[int, GroupRows] = {}
         for index in range(max(window.num_passes for window in windows)):
             rows = _pass_rows(windows, index, self._modules.num_modules)
             if not any(rows.num_rows):
                 break
             if previous is None or (rows.first_row, rows.num_rows) != (previous.first_row, previous.num_rows):
                 hidden = chain.carry(hidden, previous, rows)
-                attention = self._groups(windows, rows)
-            paged = PagedAttention(chain.write_slots(rows), self._storage.modules, attention)
+                attention = {}
+            paged = self._paged(chain, rows, attention)
             token_ids, positions = chain.inputs(rows)
             hidden = self._modules.forward(rows.module, token_ids, positions, hidden, paged)
             drafting = [w for w, window in enumerate(windows) if window.num_drafts > index]
@@ -116,12 +117,17 @@ class Drafter:
         positions = torch.tensor([window.num_tokens + index for window in windows], device=logits.device)
         return sample(probs, uniform(sampling.seeds, positions, Stream.DRAFT)), probs
 
-    def _groups(self, windows: Sequence[Window], rows: PassRows) -> tuple[AttentionGroup, ...]:
-        spans = []
-        for window, first, count in zip(windows, rows.first_row, rows.num_rows):
-            if count:
-                spans.append(RowSpan(count, first + count, window.module_slots[: first + count]))
-        return build_groups(spans, self._mask_kinds, self._storage.layout.dtype, self._target.device)
+    def _paged(self, chain: _Chain, rows: PassRows, attention: dict[int, GroupRows]) -> PagedAttention:
+        """What a pass needs in the cache. attention: what earlier passes over the same rows have laid out, by group."""
+        layout = self._storage.layout
+        group = layout.group_of_module[rows.module]
+        slots = chain.write_slots(rows, group)
+        if group in attention:
+            attention[group] = replace(attention[group], slots=slots)
+        else:
+            spans = chain.spans(rows, group)
+            attention[group] = group_rows(layout.groups[group], slots, spans, layout.dtype, self._target.device)
+        return PagedAttention(self._storage.modules, [attention[group]] * len(self._storage.modules))
 
 
 def _pass_rows(windows: Sequence[Window], index: int, num_modules: int) -> PassRows:
@@ -150,7 +156,7 @@ class _Chain:
         max_drafts = max((window.num_drafts for window in windows), default=0)
         self._drafts = torch.full((len(windows), max_drafts), -1, dtype=torch.int64, device=device)
         self._probs: list[list[Tensor]] = [[] for _ in windows]
-        self.hidden_slots = torch.cat([window.target_slots[window.start : window.end] for window in windows]).to(device)
+        self.hidden_slots = torch.cat([window.hidden_slots for window in windows]).to(device)
 
     def carry(self, hidden: Tensor, previous: PassRows | None, rows: PassRows) -> Tensor:
         """The rows of the previous pass's output (before the first pass: h0 of the whole window) that `rows` read."""
@@ -176,12 +182,20 @@ class _Chain:
         both = torch.tensor([index, positions], dtype=torch.int64).to(self._device)
         return self._tokens.index_select(0, both[0]), both[1]
 
-    def write_slots(self, rows: PassRows) -> Tensor:
+    def spans(self, rows: PassRows, group: int) -> list[RowSpan]:
+        """What the rows of a pass attend to in the modules of a cache group."""
+        return [
+            RowSpan(count, first + count, window.module_slots[group][: first + count], window.origin)
+            for window, first, count in zip(self._windows, rows.first_row, rows.num_rows)
+            if count
+        ]
+
+    def write_slots(self, rows: PassRows, group: int) -> Tensor:
         """Where each row's KV goes: rows that are exact already go to the reserved block and stay as they are."""
         parts = []
         for window, first, count in zip(self._windows, rows.first_row, rows.num_rows):
             if count:
-                slots = window.module_slots[first : first + count].clone()
+                slots = window.module_slots[group][first : first + count].clone()
                 slots[: max(0, window.num_exact_rows[rows.module] - first)] = RESERVED_SLOT
                 parts.append(slots)
         return torch.cat(parts).to(self._device)
