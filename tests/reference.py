@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from foredraft.config import EngineConfig
-from foredraft.engine.engine import Engine, build_engine
+from foredraft.engine.build import build_engine
+from foredraft.engine.engine import Engine
 from foredraft.models.loader import LoadedModel, load_checkpoint
 from foredraft.sampling.sampler import SamplingTensors
 from foredraft.speculation.drafter import Drafter, Drafts, Window

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from foredraft.cache.storage import CacheStorage
 from foredraft.config import EngineConfig
-from foredraft.engine.engine import Engine, build_engine
+from foredraft.engine.build import build_engine
+from foredraft.engine.engine import Engine
 from foredraft.models.loader import LoadedModel
 from foredraft.models.mtp import MtpModules
 from foredraft.models.target import TargetModel

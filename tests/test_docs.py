@@ -23,7 +23,8 @@ from transformers.cache_utils import MtpCache
 import foredraft
 from foredraft import LLM
 from foredraft.config import EngineConfig
-from foredraft.engine.engine import Engine, build_engine
+from foredraft.engine.build import build_engine
+from foredraft.engine.engine import Engine
 from foredraft.exactness import ExactRows
 from foredraft.models.attention import PagedAttention
 from foredraft.models.loader import LoadedModel, inspect_checkpoint, load_checkpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -31,6 +32,8 @@ class EngineConfig:
     block_size: int = _setting(16, "rows in a cache block")
     num_blocks: int | None = _setting(None, "cache blocks of each group; overrides kv_cache_memory_bytes")
     kv_cache_memory_bytes: int = _setting(2 << 30, "memory for the paged cache, in bytes")
+    cpu_cache_gib: float = _setting(0.0, "host memory for blocks that the device cache has no room for, in GiB")
+    cache_dir: str | Path | None = _setting(None, "directory that keeps the host's blocks across restarts")
     max_num_seqs: int = _setting(64, "most requests that run at once")
     max_num_batched_tokens: int = _setting(1024, "most rows in a step; longer prompts are prefilled in chunks")
     scheduling_policy: SchedulingPolicy = _setting("fcfs", "who runs first: fcfs, or priority (lower numbers first)")
@@ -38,7 +41,7 @@ class EngineConfig:
     max_model_len: int | None = _setting(None, "most tokens of a sequence, prompt included; the model's if left out")
 
     def __post_init__(self) -> None:
-        for name in ("model", "mtp"):
+        for name in ("model", "mtp", "cache_dir"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str | Path):
                 raise ConfigError(f"{name} must be a path or a name, not {value!r}")
@@ -54,9 +57,19 @@ class EngineConfig:
         _at_least("block_size", self.block_size, 1)
         _at_least("num_blocks", self.num_blocks, 2)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        self._check_host_cache()
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("max_model_len", self.max_model_len, 2)
+
+    def _check_host_cache(self) -> None:
+        size = self.cpu_cache_gib
+        if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < math.inf:
+            raise ConfigError(f"cpu_cache_gib must be a finite number that is not negative, not {size!r}")
+        if size and not self.enable_prefix_caching:
+            raise ConfigError("cpu_cache_gib needs enable_prefix_caching: it keeps blocks that requests share")
+        if self.cache_dir is not None and not size:
+            raise ConfigError("cache_dir needs cpu_cache_gib: what it holds is loaded into host memory")
 
     def check_depth(self, num_speculative_tokens: int) -> None:
         """Refuse limits under which a full batch of decodes, each with so many drafts, does not fit a step."""

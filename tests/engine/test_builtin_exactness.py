@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from foredraft.cache.groups import CacheLayout
 from foredraft.config import EngineConfig
-from foredraft.engine.engine import Engine, build_engine
+from foredraft.engine.build import build_engine
+from foredraft.engine.engine import Engine
 from foredraft.models.builtin import builtin_checkpoint, builtin_mtp_directory
 from foredraft.models.loader import LoadedModel, load_checkpoint
 from foredraft.request import Request

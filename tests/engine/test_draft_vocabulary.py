@@ -10,7 +10,8 @@ from reference import Checkpoint
 from scripted import finish
 
 from foredraft.config import EngineConfig
-from foredraft.engine.engine import Engine, build_engine
+from foredraft.engine.build import build_engine
+from foredraft.engine.engine import Engine
 from foredraft.errors import ConfigError
 from foredraft.sampling_params import SamplingParams
 

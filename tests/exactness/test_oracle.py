@@ -35,7 +35,8 @@ from foredraft.cache.manager import RowDemand
 from foredraft.cache.prefix_match import PrefixMatch
 from foredraft.cache.storage import LayerKV
 from foredraft.config import EngineConfig
-from foredraft.engine.engine import Engine, build_engine
+from foredraft.engine.build import build_engine
+from foredraft.engine.engine import Engine
 from foredraft.exactness import ExactRows
 from foredraft.models.loader import LoadedModel, load_checkpoint
 from foredraft.request import Request, RequestStatus

@@ -34,6 +34,11 @@ class BlockPool(Generic[Content]):
     def num_free_blocks(self) -> int:
         return len(self._free)
 
+    @property
+    def has_blank_block(self) -> bool:
+        """Whether a block can be had without losing another's content."""
+        return bool(self._free) and self.contents[next(iter(self._free))] is None
+
     def is_free(self, block: int) -> bool:
         return self._references[block] == 0
 

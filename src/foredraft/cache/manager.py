@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from foredraft.cache.block_pool import RESERVED_BLOCK, BlockPool
@@ -314,6 +314,39 @@ class CacheManager:
         part.host_block = None
         if part.block is None:
             self._index.remove(part)
+
+    def spill_cached(self) -> None:
+        """Copy all cached blocks that nobody refers to to the host, as if their places were needed."""
+        for pool in self.pools if self._host_pools else ():
+            for block in pool.cached_blocks():
+                part = pool.contents[block]
+                assert part is not None
+                pool.forget(block)
+                self._evict(part)
+
+    def cached_nodes(self) -> Iterator[PrefixNode]:
+        """All blocks of tokens in the index, parents before children."""
+        return self._index.nodes()
+
+    def add_node(self, parent: PrefixNode | None, salt: str | None, token_ids: tuple[int, ...]) -> PrefixNode:
+        """Enter a block of tokens into the index; nothing of it is cached yet."""
+        return self._index.child(parent, salt, token_ids)
+
+    def add_to_host(self, node: PrefixNode, key: PartKey) -> int | None:
+        """A free host block for a part that is not cached yet; None if there is none or the part is cached."""
+        host = self._host_pools[key[0]]
+        if key in node.parts or not host.has_blank_block:
+            return None
+        part = node.parts[key] = CachedBlock(node, key)
+        (part.host_block,) = host.allocate(1)
+        host.contents[part.host_block] = part
+        host.release([part.host_block])
+        return part.host_block
+
+    def prune_nodes(self) -> None:
+        """Take out of the index what stands for nothing."""
+        for node in list(self._index.nodes()):
+            self._index.prune(node)
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
         """Copies between device and host that the next step must make first, in this order."""

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from foredraft.cache.groups import CacheLayout
 from foredraft.cache.manager import CacheManager
-from foredraft.cache.storage import CacheStorage
-from foredraft.config import EngineConfig
-from foredraft.errors import ConfigError, RequestError
+from foredraft.cache.persistence import save_cache
+from foredraft.cache.snapshot import Signature
+from foredraft.errors import ForedraftError, RequestError
 from foredraft.exactness import ExactRows
-from foredraft.models.loader import LoadedModel
-from foredraft.models.mtp import MtpModules
-from foredraft.models.target import TargetModel
 from foredraft.request import Request
-from foredraft.runner.memory import size_cache
 from foredraft.runner.model_runner import ModelRunner
 from foredraft.sampling_params import MAX_SEED, SamplingParams
-from foredraft.scheduler.scheduler import Committed, Scheduler, SchedulerLimits
-from foredraft.speculation.drafter import Drafter
+from foredraft.scheduler.scheduler import Committed, Scheduler
 from foredraft.statistics import EngineStats
 
 SCHEDULER_COUNTS = ("num_preemptions", "num_queried_tokens", "num_cached_tokens")
 """Totals that the scheduler counts and `EngineStats` repeats since its reset."""
+
+
+@dataclass(frozen=True)
+class KeptCache:
+    """Where the cache is kept across restarts, and what must agree for it to be used."""
+
+    directory: Path
+    signature: Signature
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,19 @@ class Engine:
     Anything that a request may ask is checked in `add_request`, which raises RequestError and changes nothing.
     """
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler, cache: CacheManager, limits: EngineLimits) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        cache: CacheManager,
+        limits: EngineLimits,
+        kept: KeptCache | None = None,
+    ) -> None:
         self.runner = runner
         self.scheduler = scheduler
         self.cache = cache
         self.limits = limits
+        self._kept = kept
         self.stats = EngineStats()
         self._num_arrivals = 0
 
@@ -114,6 +125,19 @@ class Engine:
         """Forget all cached rows; requests that run keep theirs."""
         self.cache.reset()
 
+    def close(self) -> None:
+        """End all requests, and save the cache if the settings say so. Raises ForedraftError if it cannot be saved."""
+        for request_id in self.scheduler.unfinished_ids:
+            self.abort(request_id)
+        if self._kept is None or self.runner.host_storage is None:
+            return
+        self.cache.spill_cached()
+        self.runner.copy_blocks(self.cache.take_copies(), is_final=True)
+        try:
+            save_cache(self._kept.directory, self._kept.signature, self.cache, self.runner.host_storage)
+        except OSError as error:
+            raise ForedraftError(f"cache_dir {self._kept.directory}: the cache cannot be saved: {error}") from error
+
     def _close(self, request: Request) -> None:
         self.runner.forget(request.request_id)
         self.stats.speculation.add(request.stats)
@@ -158,52 +182,3 @@ class Engine:
     def _check_depth(self, depth: int) -> None:
         if isinstance(depth, bool) or not isinstance(depth, int) or not 0 <= depth <= self.limits.max_depth:
             raise RequestError(f"num_speculative_tokens must be between 0 and {self.limits.max_depth}, not {depth!r}")
-
-
-def build_engine(
-    loaded: LoadedModel,
-    config: EngineConfig,
-    drafter_type: Callable[[TargetModel, MtpModules, CacheStorage, int | None], Drafter] = Drafter,
-) -> Engine:
-    """Put an engine together for a loaded checkpoint. Raises ConfigError for settings that do not fit it."""
-    target = TargetModel(loaded.target)
-    modules = MtpModules(loaded.mtp) if loaded.mtp is not None else None
-    max_depth = resolve_depth(config, modules.num_modules if modules is not None else 0)
-    config.check_depth(max_depth)
-    if config.draft_vocab_size is not None and config.draft_vocab_size > target.vocab_size:
-        raise ConfigError(f"draft_vocab_size={config.draft_vocab_size} is more than the {target.vocab_size} token ids")
-    module_shapes = modules.kv_shapes if modules is not None else ()
-    layout = CacheLayout.build(target.kv_shapes, module_shapes, target.hidden_size, target.dtype)
-    size = size_cache(config, layout, loaded.info.max_position_embeddings)
-    try:
-        storage = CacheStorage(layout, size.num_blocks, config.block_size, target.device)
-    except RuntimeError as error:
-        tokens = zip(size.num_blocks, range(len(layout.groups)))
-        num_bytes = sum(layout.bytes_per_token(group) * config.block_size * count for count, group in tokens)
-        raise ConfigError(
-            f"there is no memory for a cache of {max(size.num_blocks)} blocks, {num_bytes} bytes: "
-            f"lower num_blocks or kv_cache_memory_bytes"
-        ) from error
-    drafter = drafter_type(target, modules, storage, config.draft_vocab_size) if modules is not None else None
-    runner = ModelRunner(target, drafter, storage, greedy_drafts=config.draft_sampling == "greedy")
-    cache = CacheManager(layout, size.num_blocks, config.block_size, is_shared=config.enable_prefix_caching)
-    scheduler_limits = SchedulerLimits(
-        config.max_num_seqs, config.max_num_batched_tokens, len(module_shapes), config.scheduling_policy
-    )
-    limits = EngineLimits(target.vocab_size, size.max_model_len, max_depth, loaded.eos_token_ids)
-    return Engine(runner, Scheduler(cache, scheduler_limits), cache, limits)
-
-
-def resolve_depth(config: EngineConfig, num_mtp_modules: int) -> int:
-    """The most draft tokens a step: as asked, else as many as there are modules.
-
-    Raises ConfigError if more are asked than the modules can make; one module may be chained over several drafts.
-    """
-    wanted = config.num_speculative_tokens
-    if wanted is None:
-        return num_mtp_modules
-    if wanted > 0 and num_mtp_modules == 0:
-        raise ConfigError(f"num_speculative_tokens={wanted}, but the checkpoint has no MTP modules; name them with mtp")
-    if wanted > num_mtp_modules > 1:
-        raise ConfigError(f"num_speculative_tokens={wanted}, but the checkpoint has {num_mtp_modules} MTP modules")
-    return wanted

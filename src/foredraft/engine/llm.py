@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.config import EngineConfig
+from foredraft.engine.build import build_engine, resolve_depth
 from foredraft.engine.detokenizer import Detokenizer
-from foredraft.engine.engine import build_engine, resolve_depth
 from foredraft.errors import ConfigError, RequestError
 from foredraft.models.builtin import builtin_checkpoint, builtin_mtp_directory
 from foredraft.models.loader import CheckpointInfo, inspect_checkpoint, load_checkpoint
@@ -51,6 +51,16 @@ class LLM:
         self.engine = build_engine(loaded, config)
         self._ids = itertools.count()
         self._open: dict[str, _OpenRequest] = {}
+
+    def close(self) -> None:
+        """End all requests and, with `cache_dir`, save the cache. `with LLM(...) as llm:` closes at its end."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     @property
     def stats(self) -> EngineStats:

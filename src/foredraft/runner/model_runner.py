@@ -44,7 +44,7 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step: target rows of all requests in one forward, then verification, then the module passes."""
         started = self._now()
-        self._copy_blocks(plan.copies)
+        self.copy_blocks(plan.copies)
         self._run_target([p for p in plan.requests if p.token_ids])
         sampling = [p for p in plan.requests if p.is_sampling]
         logits = self._logits(sampling)
@@ -68,8 +68,11 @@ class ModelRunner:
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
 
-    def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Move evicted blocks to the host, and others back from there. On a GPU, in the order of its stream."""
+    def copy_blocks(self, copies: Sequence[BlockCopy], *, is_final: bool = False) -> None:
+        """Move evicted blocks to the host, and others back from there. On a GPU, in the order of its stream.
+
+        is_final: all copies have been made when this returns.
+        """
         for copy in copies:
             assert self.host_storage is not None
             on_device = self.storage.block(copy.group, copy.block)
@@ -77,6 +80,8 @@ class ModelRunner:
             for device_rows, host_rows in zip(on_device, on_host):
                 source, destination = (device_rows, host_rows) if copy.to_host else (host_rows, device_rows)
                 destination.copy_(source, non_blocking=True)
+        if is_final and self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
 
     def _run_target(self, plans: Sequence[RequestPlan]) -> None:
         """Forward all target rows and store h0."""

@@ -1,0 +1,118 @@
+"""From a loaded checkpoint and settings to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from foredraft.cache.groups import CacheLayout
+from foredraft.cache.manager import CacheManager
+from foredraft.cache.persistence import load_cache
+from foredraft.cache.snapshot import Signature
+from foredraft.cache.storage import CacheStorage
+from foredraft.config import EngineConfig
+from foredraft.engine.engine import Engine, EngineLimits, KeptCache
+from foredraft.errors import ConfigError
+from foredraft.models.fingerprint import fingerprint
+from foredraft.models.loader import LoadedModel
+from foredraft.models.mtp import MtpModules
+from foredraft.models.target import TargetModel
+from foredraft.runner.memory import size_cache
+from foredraft.runner.model_runner import ModelRunner
+from foredraft.scheduler.scheduler import Scheduler, SchedulerLimits
+from foredraft.speculation.drafter import Drafter
+
+GIB = 1 << 30
+
+
+def build_engine(
+    loaded: LoadedModel,
+    config: EngineConfig,
+    drafter_type: Callable[[TargetModel, MtpModules, CacheStorage, int | None], Drafter] = Drafter,
+) -> Engine:
+    """Put an engine together for a loaded checkpoint. Raises ConfigError for settings that do not fit it."""
+    target = TargetModel(loaded.target)
+    modules = MtpModules(loaded.mtp) if loaded.mtp is not None else None
+    max_depth = resolve_depth(config, modules.num_modules if modules is not None else 0)
+    config.check_depth(max_depth)
+    if config.draft_vocab_size is not None and config.draft_vocab_size > target.vocab_size:
+        raise ConfigError(f"draft_vocab_size={config.draft_vocab_size} is more than the {target.vocab_size} token ids")
+    module_shapes = modules.kv_shapes if modules is not None else ()
+    layout = CacheLayout.build(target.kv_shapes, module_shapes, target.hidden_size, target.dtype)
+    size = size_cache(config, layout, loaded.info.max_position_embeddings)
+    storage = _storage(layout, size.num_blocks, config.block_size, target.device)
+    host_storage = _host_storage(config, layout, is_pinned=target.device.type == "cuda")
+    drafter = drafter_type(target, modules, storage, config.draft_vocab_size) if modules is not None else None
+    runner = ModelRunner(target, drafter, storage, host_storage, greedy_drafts=config.draft_sampling == "greedy")
+    cache = CacheManager(
+        layout,
+        size.num_blocks,
+        config.block_size,
+        is_shared=config.enable_prefix_caching,
+        num_host_blocks=host_storage.num_blocks if host_storage is not None else (),
+    )
+    kept = None
+    if config.cache_dir is not None and host_storage is not None:
+        kept = _kept_cache(Path(config.cache_dir), loaded, layout, config.block_size)
+        load_cache(kept.directory, kept.signature, cache, host_storage)
+    scheduler_limits = SchedulerLimits(
+        config.max_num_seqs, config.max_num_batched_tokens, len(module_shapes), config.scheduling_policy
+    )
+    limits = EngineLimits(target.vocab_size, size.max_model_len, max_depth, loaded.eos_token_ids)
+    return Engine(runner, Scheduler(cache, scheduler_limits), cache, limits, kept)
+
+
+def _storage(
+    layout: CacheLayout, num_blocks: tuple[int, ...], block_size: int, device: torch.device, *, pin: bool = False
+) -> CacheStorage:
+    try:
+        return CacheStorage(layout, num_blocks, block_size, device, pin=pin)
+    except RuntimeError as error:
+        num_bytes = sum(layout.bytes_per_token(group) * block_size * count for group, count in enumerate(num_blocks))
+        raise ConfigError(
+            f"there is no memory for a cache of {max(num_blocks)} blocks, {num_bytes} bytes on {device.type}: "
+            f"lower num_blocks, kv_cache_memory_bytes or cpu_cache_gib"
+        ) from error
+
+
+def _host_storage(config: EngineConfig, layout: CacheLayout, *, is_pinned: bool) -> CacheStorage | None:
+    """Room on the host for as many whole blocks, of all groups, as cpu_cache_gib holds; none if it is 0."""
+    if not config.cpu_cache_gib:
+        return None
+    bytes_per_block = layout.bytes_per_token() * config.block_size
+    num_blocks = int(config.cpu_cache_gib * GIB) // bytes_per_block
+    if num_blocks < 2:
+        raise ConfigError(f"cpu_cache_gib={config.cpu_cache_gib} is less than two blocks of {bytes_per_block} bytes")
+    return _storage(layout, (num_blocks,) * len(layout.groups), config.block_size, torch.device("cpu"), pin=is_pinned)
+
+
+def _kept_cache(directory: Path, loaded: LoadedModel, layout: CacheLayout, block_size: int) -> KeptCache:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cache_dir {directory} cannot be made: {error}") from error
+    signature = Signature(
+        model=fingerprint(loaded.target),
+        mtp=fingerprint(loaded.mtp) if loaded.mtp is not None else "",
+        dtype=str(layout.dtype),
+        layout=repr(layout.groups),
+        block_size=block_size,
+    )
+    return KeptCache(directory, signature)
+
+
+def resolve_depth(config: EngineConfig, num_mtp_modules: int) -> int:
+    """The most draft tokens a step: as asked, else as many as there are modules.
+
+    Raises ConfigError if more are asked than the modules can make; one module may be chained over several drafts.
+    """
+    wanted = config.num_speculative_tokens
+    if wanted is None:
+        return num_mtp_modules
+    if wanted > 0 and num_mtp_modules == 0:
+        raise ConfigError(f"num_speculative_tokens={wanted}, but the checkpoint has no MTP modules; name them with mtp")
+    if wanted > num_mtp_modules > 1:
+        raise ConfigError(f"num_speculative_tokens={wanted}, but the checkpoint has {num_mtp_modules} MTP modules")
+    return wanted
