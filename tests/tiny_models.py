@@ -77,6 +77,23 @@ def tiny_qwen3(path: Path, *, num_modules: int = 2, seed: int = 0, mtp_storage: 
     return write_checkpoint(path, config, num_modules, seed=seed, mtp_storage=mtp_storage)
 
 
+def tiny_alternating(
+    path: Path, *, num_modules: int = 3, sliding_window: int = 16, is_sliding_last: bool = True, seed: int = 0
+) -> Path:
+    """Qwen3 whose layers attend to all rows and to the last `sliding_window` in turn; modules are as the last layer."""
+    kinds = ["full_attention", "sliding_attention"] if is_sliding_last else ["sliding_attention", "full_attention"]
+    config = AutoConfig.for_model(
+        "qwen3",
+        **_sizes(num_layers=4),
+        head_dim=8,
+        use_sliding_window=True,
+        sliding_window=sliding_window,
+        layer_types=2 * kinds,
+        eos_token_id=None,
+    )
+    return write_checkpoint(path, config, num_modules, seed=seed)
+
+
 def tiny_glm4_moe(
     path: Path, *, num_modules: int = 1, num_layers: int = 2, seed: int = 0, mtp_names: MtpNames = "model.layers"
 ) -> Path:

@@ -75,3 +75,70 @@ def test_acceptance_counts_all_prompts(
     assert record["settings"]["num_speculative_tokens"] == 2
     assert len(record["accepted_rates"]) == len(record["conditional_rates"]) == 2
     assert record["num_accepted_tokens"] == sum(record["accepted_by_depth"])
+
+
+SMALL = ["--prefix-tokens", "40", "--repeats", "2", "--steps", "3", "--index-blocks", "100,250", "--running", "1,4"]
+
+
+def test_cache_measures_first_tokens_index_and_scheduler(
+    model: str, prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "cache.json"
+    options = ["--model", model, "--prompts", prompts, "--num-prompts", "4", *SMALL]
+    bench("cache", *options, "-k", "2", "--output", str(output))
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    titles = [line for line in lines if not line.startswith("|")]
+    assert titles == ["Time to first token, prompts of 48 tokens:", "Prefix index:", "Scheduler, decode steps:"]
+    assert len(lines) == len(titles) + 2 * 3 + 6 + 2 + 4  # a heading and a rule for each table, then its rows
+    record: dict[str, Any] = json.loads(output.read_text())
+    kinds = [(times["depth"], times["case"], times["num_cached_tokens"]) for times in record["first_token"]]
+    cases = (("nothing", 0), ("the prefix", 32), ("the whole prompt", 48))
+    assert kinds == [(depth, *case) for depth in (0, 2) for case in cases]
+    assert all(len(times["seconds"]) == 2 for times in record["first_token"])
+    assert [times["ratio_to_nothing_cached"] for times in record["first_token"][::3]] == [1, 1]
+    assert [cost["num_blocks"] for cost in record["index"]] == [125, 250]
+    assert [(cost["num_running"], cost["depth"]) for cost in record["steps"]] == [(1, 0), (1, 3), (4, 0), (4, 3)]
+    assert all(len(cost["milliseconds"]) == 3 for cost in record["steps"])
+    assert {"benchmark", "date", "command", "machine", "versions", "model", "settings"} <= set(record)
+    assert record["settings"] == {
+        "prompts": "words.jsonl",
+        "num_prompts": 4,
+        "prefix_tokens": 40,
+        "repeats": 2,
+        "steps": 3,
+        "block_size": 16,
+        "max_num_batched_tokens": 1024,
+    }
+
+
+def test_cache_without_prefix_caching_is_an_error(
+    model: str, prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "cache.json"
+    options = ["--model", model, "--prompts", prompts, "--num-prompts", "4", *SMALL, "--num-blocks", "64"]
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "cache", *options, "--enable-prefix-caching", "false", "--output", str(output)])
+    captured = capsys.readouterr()
+    assert ended.value.code == 1
+    assert "0 tokens were cached instead of 32: is prefix caching on" in captured.err
+    assert "|" not in captured.out
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prefix-tokens", "15"], "prefix_tokens=15 must be at least block_size=16"),
+        (["--repeats", "1"], "'--repeats': Input should be greater than or equal to 2"),
+        (["--steps", "0"], "'--steps': Input should be greater than or equal to 1"),
+        (["--running", "1,0"], "--running must be numbers from 1 on"),
+        (["--index-blocks", "many"], "--index-blocks must be numbers from 1 on"),
+    ],
+)
+def test_cache_refuses_wrong_settings(
+    prompts: str, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "cache", "--model", "nowhere", "--prompts", prompts, "--num-prompts", "4", *options])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,10 +46,16 @@ class ForedraftVariant:
         self.name = f"foredraft K={depth}" if depth else "foredraft plain"
         self._llm = llm
         self._depth = depth
+        self._salts = (f"{self.name}, call {number}" for number in itertools.count())
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> Generation:
         """See `Variant`."""
-        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, num_speculative_tokens=self._depth)
+        params = SamplingParams(
+            max_tokens=num_tokens,
+            ignore_eos=True,
+            num_speculative_tokens=self._depth,
+            cache_salt=next(self._salts),  # no variant is to find what another has computed
+        )
         started = time.perf_counter()
         outputs = self._llm.generate(prompts, params)
         seconds = time.perf_counter() - started

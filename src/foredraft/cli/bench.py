@@ -1,11 +1,11 @@
-"""`foredraft bench`: speed and acceptance, measured."""
+"""`foredraft bench`: speed, acceptance and the prefix cache, measured."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich import box
@@ -22,9 +22,11 @@ from foredraft.statistics import SpeculationStats
 if TYPE_CHECKING:
     from foredraft import LLM
 
+Item = TypeVar("Item")
+
 DEFAULT_DEPTHS = (1, 2, 3, 4, 5, 6, 8)
 
-bench_app = typer.Typer(name="bench", help="Measure speed and acceptance.", no_args_is_help=True)
+bench_app = typer.Typer(name="bench", help="Measure speed, acceptance and the prefix cache.", no_args_is_help=True)
 
 Prompts = Annotated[Path, typer.Option("--prompts", help='one JSON object a line, with the key "prompt"')]
 NumPrompts = Annotated[int, typer.Option(min=1, help="how many of them, from the first")]
@@ -112,14 +114,58 @@ def acceptance(
     _write(output, "acceptance", llm, {"settings": settings, "num_tokens": num_tokens, **speculation.to_dict()})
 
 
+@bench_app.command()
+@engine_options
+def cache(
+    prompts: Prompts = DEFAULT_PROMPTS,
+    num_prompts: NumPrompts = 32,
+    prefix_tokens: Annotated[int, typer.Option(min=1, help="tokens that all prompts of a trial begin with")] = 2000,
+    repeats: Annotated[int, typer.Option(min=2, help="trials of each kind, each with a prompt of its own")] = 5,
+    index_blocks: Annotated[str, typer.Option(help="sizes of the prefix index to try")] = "1000,10000,100000",
+    running: Annotated[str, typer.Option(help="how many requests the scheduler runs")] = "1,16,64,256",
+    steps: Annotated[int, typer.Option(min=1, help="decode steps of the scheduler to time")] = 100,
+    output: Output = None,
+    *,
+    config: EngineConfig,
+) -> None:
+    """What the prefix cache saves and costs: time to first token, prefix index, scheduler.
+
+    Prompts with a long common beginning, made of the text of the prompts file, take turns: with nothing cached, with
+    the beginning cached and wholly cached, without drafts and with. Prefix index and scheduler run without a model.
+    """
+    from foredraft.bench import cache as bench
+
+    index_sizes, numbers_running = _integers("--index-blocks", index_blocks), _integers("--running", running)
+    with usage_errors():
+        bench.check_prefix(prefix_tokens, config.block_size)
+        texts = read_prompts(prompts, num_prompts)
+    llm = load(config)
+    text_token_ids = [token_id for text in texts for token_id in llm.token_ids(text)]
+    trial_prompts = bench.shared_prefix_prompts(llm, text_token_ids, prefix_tokens, repeats)
+    kinds_of_steps = [(number, depth) for number in numbers_running for depth in bench.STEP_DEPTHS]
+    result = bench.CacheResult(
+        len(trial_prompts[0]),
+        bench.measure_first_token(llm, trial_prompts, prefix_tokens, _with_progress(range(repeats))),
+        tuple(bench.measure_index(size) for size in _with_progress(index_sizes)),
+        tuple(bench.measure_steps(number, depth, steps) for number, depth in _with_progress(kinds_of_steps)),
+    )
+    console = open_console()
+    for title, table in result.tables().items():
+        console.print(f"{title}:", table)
+    settings = {"prompts": prompts.name, "num_prompts": num_prompts, "prefix_tokens": prefix_tokens}
+    settings |= {"repeats": repeats, "steps": steps, "block_size": config.block_size}
+    settings["max_num_batched_tokens"] = config.max_num_batched_tokens
+    _write(output, "cache", llm, {"settings": settings, **result.to_dict()})
+
+
 def _tokenize(llm: LLM, texts: list[str], *, is_raw: bool) -> list[list[int]]:
     return [build_prompt(llm, text, is_raw=is_raw) for text in texts]
 
 
-def _with_progress(batches: list[list[list[int]]]) -> Iterator[list[list[int]]]:
-    """Go through the batches, with a bar on standard error if that is a terminal."""
+def _with_progress(items: Sequence[Item]) -> Iterator[Item]:
+    """Go through the items, with a bar on standard error if that is a terminal."""
     notes = open_console(stderr=True)
-    yield from track(batches, "Measuring", console=notes, transient=True, disable=not notes.is_terminal)
+    yield from track(items, "Measuring", console=notes, transient=True, disable=not notes.is_terminal)
 
 
 def _integers(name: str, text: str) -> list[int]:

@@ -70,7 +70,8 @@ def generate(
         )
     llm = load(config)
     tokens = build_prompt(llm, text, is_raw=raw, system=system)
-    runs = _run(llm, tokens, params, is_comparing=compare, is_quiet=as_json)
+    with llm:
+        runs = _run(llm, tokens, params, is_comparing=compare, is_quiet=as_json)
     if as_json:
         print(json.dumps(_comparison(runs, params) if compare else runs[0].to_dict()))
     else:
@@ -99,6 +100,7 @@ def _run(llm: LLM, prompt: list[int], params: SamplingParams, *, is_comparing: b
     if is_comparing:
         if not depth:
             raise ConfigError("--compare needs drafts: a checkpoint with MTP modules and --num-speculative-tokens > 0")
+        params = replace(params, cache_salt="speculative")  # neither run is to find what others have computed
         runs.append(_run_plain(llm, prompt, params, is_quiet=is_quiet))
         if runs[0].finish_reason == INTERRUPTED:
             return runs
@@ -115,10 +117,14 @@ def _run(llm: LLM, prompt: list[int], params: SamplingParams, *, is_comparing: b
 def _run_plain(llm: LLM, prompt: list[int], params: SamplingParams, *, is_quiet: bool) -> Run:
     """Warm up with and without drafts, then run without. Standard output is for the other run: it has one text."""
     for depth in (None, 0):
-        llm.generate([prompt], replace(params, max_tokens=WARM_UP_TOKENS, num_speculative_tokens=depth))
+        llm.generate(
+            [prompt],
+            replace(params, max_tokens=WARM_UP_TOKENS, num_speculative_tokens=depth, cache_salt=f"warm-up {depth}"),
+        )
     notes = open_console(stderr=True)
     show = _dim(notes) if notes.is_terminal and not is_quiet else _ignore
-    run = run_prompt(llm, prompt, replace(params, num_speculative_tokens=0), 0, show)
+    plain = replace(params, num_speculative_tokens=0, cache_salt="plain")
+    run = run_prompt(llm, prompt, plain, 0, show)
     show(TextPiece("\n\n", 0))
     return run
 
