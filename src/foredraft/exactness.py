@@ -9,10 +9,10 @@ a rejection, a chunk boundary, a preemption or a change of depth follows from th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class DraftCycle:
+class DraftCycle(NamedTuple):
     """The state in which the pending drafts were made: n, c, and how many modules ran."""
 
     num_tokens: int
@@ -48,7 +48,7 @@ class ExactRows:
     def renewed(self, row: int) -> ExactRows:
         """Rows from `row` on are given up, in all modules: blocks that hold them may be shared and are not written."""
         rows = tuple(min(count, row) for count in self.num_exact_rows)
-        return replace(self, num_exact_rows=rows, cycle=None)
+        return self._with(rows, None)
 
     def restarted(self, row: int, depth: int) -> ExactRows:
         """All rows are given up; modules 1..depth begin anew at `row`, far enough back for their windows."""
@@ -61,19 +61,20 @@ class ExactRows:
 
     def window_start(self, depth: int) -> int:
         """The first row that a pass of modules 1..depth must compute (s): the smallest E_k among them."""
-        return min(self.num_exact_rows[:depth])
+        rows = self.num_exact_rows
+        return rows[depth - 1] if depth <= len(rows) else rows[-1]  # the counts never grow with k
 
     def after_rows(self, num_tokens: int, end: int, depth: int) -> ExactRows:
         """Modules 1..depth have covered the rows from `window_start` up to `end` with committed tokens only.
 
         Module k covers row i only if t[i+k] is committed: E_k = min(end, n-k), never less than it was.
         """
-        return replace(self, num_exact_rows=self._raised(depth, end, num_tokens))
+        return self._with(self._raised(depth, end, num_tokens), self.cycle)
 
     def after_draft(self, num_tokens: int, num_computed_tokens: int, depth: int) -> ExactRows:
         """Modules 1..depth have run up to row c-1 and have drafted; a row that holds a draft is not exact yet."""
         rows = self._raised(depth, num_computed_tokens, num_tokens)
-        return replace(self, num_exact_rows=rows, cycle=DraftCycle(num_tokens, num_computed_tokens, depth))
+        return self._with(rows, DraftCycle(num_tokens, num_computed_tokens, depth))
 
     def after_verify(self, num_accepted: int) -> ExactRows:
         """The first `num_accepted` pending drafts are committed: the rows that read only those are exact as they stand.
@@ -84,9 +85,17 @@ class ExactRows:
             return self
         cycle = self.cycle
         num_known = cycle.num_tokens + num_accepted
-        return replace(self, num_exact_rows=self._raised(cycle.depth, cycle.num_computed_tokens, num_known), cycle=None)
+        return self._with(self._raised(cycle.depth, cycle.num_computed_tokens, num_known), None)
 
     def _raised(self, depth: int, end: int, num_tokens: int) -> tuple[int, ...]:
-        covered = (min(end, num_tokens - k) for k in range(1, depth + 1))
-        raised = tuple(max(old, new) for old, new in zip(self.num_exact_rows, covered))
-        return raised + self.num_exact_rows[depth:]
+        raised = list(self.num_exact_rows)
+        for index in range(depth):
+            covered = num_tokens - index - 1
+            if covered > end:
+                covered = end
+            if covered > raised[index]:
+                raised[index] = covered
+        return tuple(raised)
+
+    def _with(self, num_exact_rows: tuple[int, ...], cycle: DraftCycle | None) -> ExactRows:
+        return ExactRows(num_exact_rows, cycle, self.origin, self.kept_from)

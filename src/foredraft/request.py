@@ -67,7 +67,8 @@ class Request:
     @property
     def useful_depth(self) -> int:
         """How many drafts the next token leaves room for: the last token of a sequence is always the target's own."""
-        return max(0, min(self.depth, self.max_total_tokens - self.num_tokens - 2))
+        room = self.max_total_tokens - len(self.token_ids) - 2
+        return self.depth if self.depth <= room else max(0, room)
 
     @property
     def is_decoding(self) -> bool:

@@ -27,10 +27,12 @@ class SpeculationStats:
         """Count one verification of `num_draft_tokens` drafts."""
         self.num_cycles += 1
         self.num_drafts += num_draft_tokens > 0
-        self._grow(num_draft_tokens)
+        if num_draft_tokens > len(self.drafted_by_depth):
+            self._grow(num_draft_tokens)
         for depth in range(num_draft_tokens):
             self.drafted_by_depth[depth] += 1
-            self.accepted_by_depth[depth] += depth < num_accepted
+        for depth in range(num_accepted):
+            self.accepted_by_depth[depth] += 1
 
     def add(self, other: SpeculationStats) -> None:
         """Add the counts of `other`."""

@@ -9,6 +9,7 @@ from foredraft.cache.block_pool import RESERVED_BLOCK, BlockPool
 from foredraft.cache.groups import CacheLayout
 from foredraft.cache.prefix_index import CachedBlock, PartKey, PrefixIndex, PrefixNode
 from foredraft.cache.prefix_match import PrefixMatch, match_prefix
+from foredraft.exactness import ExactRows
 from foredraft.plan import BlockCopy
 
 
@@ -18,7 +19,7 @@ class BlockTables:
 
     first: by group, the first entry that is held; those before it were given back, and name the reserved block.
     nodes: the leading blocks that are in the prefix index. Module blocks below num_shared_module_blocks may be shared
-    and are never written. frozen: the tables as tuples, until they change.
+    and are never written. frozen: the tables as tuples, until they change; target_end, module_end: rows that fit them.
     """
 
     salt: str | None
@@ -28,6 +29,8 @@ class BlockTables:
     nodes: list[PrefixNode] = field(default_factory=list)
     is_published: bool = True
     frozen: tuple[tuple[int, ...], ...] | None = None
+    target_end: int = 0
+    module_end: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,7 @@ class CacheManager:
             if num_wanted + self._num_missing(tables, group, demand) > self.pools[group].num_free_blocks:
                 return False
         self._take(tables, found)
-        for group in groups:
-            self._extend(tables, group, demand)
+        self._extend(tables, demand)
         tables.nodes = list(match.nodes)
         if tables.nodes:
             tables.nodes[-1].num_users += 1
@@ -133,16 +135,16 @@ class CacheManager:
         self._host_pools[part.group].release([part.host_block])
         return part.block
 
-    def reserve(self, request_id: str, demand: RowDemand) -> bool:
-        """Make room for more rows of a request; all or nothing. False: not enough free blocks."""
+    def reserve(self, request_id: str, target_end: int, module_end: int) -> bool:
+        """Make room for rows up to these of a request; all or nothing. False: not enough free blocks."""
         tables = self._tables[request_id]
-        missing = [self._num_missing(tables, group, demand) for group in range(len(self.pools))]
-        if not any(missing):
+        if target_end <= tables.target_end and module_end <= tables.module_end:
             return True
-        if any(count > pool.num_free_blocks for count, pool in zip(missing, self.pools)):
+        demand = RowDemand(target_end, module_end, target_end, module_end)
+        groups = range(len(self.pools))
+        if any(self._num_missing(tables, group, demand) > self.pools[group].num_free_blocks for group in groups):
             return False
-        for group in range(len(self.pools)):
-            self._extend(tables, group, demand)
+        self._extend(tables, demand)
         return True
 
     def _num_missing(self, tables: BlockTables, group: int, demand: RowDemand) -> int:
@@ -153,11 +155,17 @@ class CacheManager:
             num_rows = demand.target_total if keeps_all else demand.target_end
         return max(0, -(-num_rows // self.block_size) - len(tables.blocks[group]))
 
-    def _extend(self, tables: BlockTables, group: int, demand: RowDemand) -> None:
-        count = self._num_missing(tables, group, demand)
-        if count:
-            tables.blocks[group] += self.pools[group].allocate(count)
-            tables.frozen = None
+    def _extend(self, tables: BlockTables, demand: RowDemand) -> None:
+        for group, pool in enumerate(self.pools):
+            tables.blocks[group] += pool.allocate(self._num_missing(tables, group, demand))
+        self._changed(tables)
+
+    def _changed(self, tables: BlockTables) -> None:
+        """Note what follows from the tables, so that a step that changes nothing costs nothing."""
+        size, layout = self.block_size, self.layout
+        tables.frozen = None
+        tables.target_end = min(len(tables.blocks[group]) for group in layout.target_groups) * size
+        tables.module_end = min((len(tables.blocks[group]) for group in layout.module_groups), default=0) * size
 
     def renew_modules(self, request_id: str, first_row: int, *, keep_before: bool) -> int:
         """Give the module blocks from the one of `first_row` on back, so that fresh ones are written.
@@ -175,7 +183,7 @@ class CacheManager:
                 tables.blocks[group] = [RESERVED_BLOCK] * index
                 tables.first[group] = index
         tables.num_shared_module_blocks = min(tables.num_shared_module_blocks, index) if keep_before else index
-        tables.frozen = None
+        self._changed(tables)
         return index * self.block_size
 
     def num_shared_module_rows(self, request_id: str) -> int:
@@ -226,31 +234,30 @@ class CacheManager:
 
     # -- publishing ----------------------------------------------------------------------------------------------------
 
-    def publish(
-        self,
-        request_id: str,
-        token_ids: Sequence[int],
-        num_rows: int,
-        exact: Sequence[int],
-        first_exact: int,
-        depth: int,
-    ) -> None:
+    def publish(self, request_id: str, token_ids: Sequence[int], num_rows: int, exact: ExactRows, depth: int) -> None:
         """Let others find the full blocks among a request's rows.
 
-        num_rows: target rows of committed tokens (c); exact: E_k of every module, of which rows from `first_exact` on
-        count. A module block is published once modules 1..depth are exact to its end, for all modules that are.
+        num_rows: target rows of committed tokens (c). A module block is published once modules 1..depth are exact to
+        its end, for all modules that are.
         """
         tables = self._tables[request_id]
         if not (self.is_shared and tables.is_published):
             return
+        num_blocks = num_rows // self.block_size
+        if num_blocks > len(tables.nodes):
+            self._publish_target(tables, token_ids, num_blocks)
+        if depth and exact.num_exact_rows[depth - 1] // self.block_size > tables.num_shared_module_blocks:
+            self._publish_modules(tables, token_ids, exact, depth)
+
+    def _publish_modules(self, tables: BlockTables, token_ids: Sequence[int], exact: ExactRows, depth: int) -> None:
         size = self.block_size
-        if num_rows // size > len(tables.nodes):
-            self._publish_target(tables, token_ids, num_rows // size)
-        num_blocks = min(exact[depth - 1] // size, len(tables.nodes)) if depth else 0
+        # Where modules began in the middle of a sequence, their first rows could not see all of their windows.
+        first_exact = exact.origin + (self.layout.rebuild_rows[-1] or 0) if exact.origin else 0
+        num_blocks = min(exact.num_exact_rows[depth - 1] // size, len(tables.nodes))
         for index in range(tables.num_shared_module_blocks, num_blocks):
             end = (index + 1) * size
             if index * size >= first_exact:
-                following = tuple(token_ids[end : end + sum(count >= end for count in exact)])
+                following = tuple(token_ids[end : end + sum(count >= end for count in exact.num_exact_rows)])
                 for group in self.layout.module_groups:
                     self._offer(tables, group, index, (group, following))
             tables.num_shared_module_blocks = index + 1

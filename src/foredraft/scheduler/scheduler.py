@@ -11,6 +11,7 @@ from foredraft.exactness import ExactRows
 from foredraft.plan import RequestPlan, RequestResult, StepPlan, StepResult, WindowPlan
 from foredraft.request import Request, RequestStatus
 from foredraft.scheduler.queue import WaitingQueue
+from foredraft.scheduler.upkeep import CacheUpkeep
 from foredraft.stopping import FinishReason, first_stop
 
 
@@ -35,12 +36,14 @@ class Committed:
 
 @dataclass(frozen=True)
 class _Share:
-    """Rows of one request in a step: target rows, module rows computed again, whether the newest token is reached."""
+    """What one request does in a step: how many rows the target runs on, and how many module rows are computed late;
+    whether the newest token is reached; where its rows end; how many tokens are drafted after it, if it is."""
 
     num_target_rows: int
     num_lagging_rows: int
     is_sampling: bool
     end: int
+    depth: int
 
 
 class Scheduler:
@@ -55,6 +58,7 @@ class Scheduler:
     def __init__(self, cache: CacheManager, limits: SchedulerLimits) -> None:
         self._cache = cache
         self._limits = limits
+        self._upkeep = CacheUpkeep(cache, limits.num_modules)
         self._waiting = WaitingQueue(limits.policy)
         self._running: list[Request] = []
         self._requests: dict[str, Request] = {}
@@ -101,15 +105,17 @@ class Scheduler:
         planned: dict[str, RequestPlan] = {}
         budget = self._limits.max_num_batched_tokens
         preempted = self.num_preemptions
-        steady: list[Request] = []
-        others: list[Request] = []
+        steady: list[tuple[Request, int, int]] = []
+        others: list[tuple[Request, int, int]] = []
         for request in self._running:
-            self._renew_modules(request)
-            is_steady = request.is_decoding and not self._num_lagging_rows(request)
-            (steady if is_steady else others).append(request)
-        for request in (*steady, *others):
+            depth = request.useful_depth
+            num_lagging = self._upkeep.renew(request, self._num_passes(depth))
+            is_steady = request.is_decoding and not num_lagging
+            (steady if is_steady else others).append((request, depth, num_lagging))
+        for request, depth, num_lagging in (*steady, *others):
             if request.status is RequestStatus.RUNNING:
-                budget -= self._plan_request(request, budget, planned)
+                share = self._share(request, depth, num_lagging, budget)
+                budget -= self._plan_request(request, share, planned)
         if self.num_preemptions == preempted:
             self._admit(budget, planned)
         return StepPlan(tuple(planned.values()), self._cache.take_copies())
@@ -133,18 +139,19 @@ class Scheduler:
 
     def _start(self, request: Request, budget: int) -> _Share | None:
         """Give a waiting request its blocks, cached ones first, and its share of the step. None: it has to wait."""
-        depth, params = self._module_depth(request), request.params
-        match = self._cache.match(request.token_ids, params.cache_salt, depth)
+        depth, params = request.useful_depth, request.params
+        num_passes = self._num_passes(depth)
+        match = self._cache.match(request.token_ids, params.cache_salt, num_passes)
         request.num_computed_tokens = match.num_rows
         request.exact = ExactRows.after_hit(self._limits.num_modules, match.num_module_rows, match.module_depth)
         if self._cache.layout.has_module_windows:
             request.exact = request.exact.keeping_from(match.num_module_rows)
-        if (row := self._restart_row(request)) is not None:
-            request.exact, match = request.exact.restarted(row, depth), match.without_modules(row)
-        share = self._share(request, budget)
+        if (row := self._upkeep.restart_row(request, num_passes)) is not None:
+            request.exact, match = request.exact.restarted(row, num_passes), match.without_modules(row)
+        share = self._share(request, depth, self._upkeep.num_lagging_rows(request, num_passes), budget)
         whole = request.num_tokens + len(request.draft_token_ids)
-        demand = self._demand(request, share.end, max(whole, share.end))
-        if not self._cache.admit(request.request_id, params.cache_salt, match, demand):
+        end, total = self._ends(request, depth, share.end), self._ends(request, depth, max(whole, share.end))
+        if not self._cache.admit(request.request_id, params.cache_salt, match, RowDemand(*end, *total)):
             request.num_computed_tokens = 0
             request.exact = ExactRows.none(self._limits.num_modules)
             return None
@@ -154,15 +161,13 @@ class Scheduler:
             self.num_cached_tokens += match.num_rows
         return share
 
-    def _plan_request(self, request: Request, budget: int, planned: dict[str, RequestPlan]) -> int:
+    def _plan_request(self, request: Request, share: _Share, planned: dict[str, RequestPlan]) -> int:
         """Add a running request to the step if rows and blocks allow; returns the rows that it takes."""
-        share = self._share(request, budget)
         num_rows = share.num_target_rows + share.num_lagging_rows
         if num_rows == 0 and not share.is_sampling:
             return 0
-        end = max(request.num_computed_tokens, share.end)
-        demand = self._demand(request, end, end)
-        while not self._cache.reserve(request.request_id, demand):
+        ends = self._ends(request, share.depth, max(request.num_computed_tokens, share.end))
+        while not self._cache.reserve(request.request_id, *ends):
             victim = self._last_after(request, planned)
             if victim is None:
                 return 0
@@ -170,67 +175,32 @@ class Scheduler:
         planned[request.request_id] = self._request_plan(request, share)
         return num_rows
 
-    def _module_depth(self, request: Request) -> int:
-        return min(request.useful_depth, self._limits.num_modules)
+    def _num_passes(self, depth: int) -> int:
+        """How many modules run for so many drafts; a single one drafts them all."""
+        return min(depth, self._limits.num_modules)
 
-    def _num_lagging_rows(self, request: Request) -> int:
-        """Module rows to compute beyond the few of a steady decode: a hit or a spell at a smaller depth left them."""
-        depth = self._module_depth(request)
-        if depth == 0:
-            return 0
-        return max(0, request.num_computed_tokens - request.exact.window_start(depth) - depth)
-
-    def _restart_row(self, request: Request) -> int | None:
-        """Where the modules begin anew, if what they need is not there or is further back than it need be.
-
-        With sliding windows only, a bounded number of rows before c is enough for rows that are exact from c on.
-        """
-        depth = self._module_depth(request)
-        if depth == 0:
-            return None
-        start, needed = request.exact.window_start(depth), self._cache.layout.rebuild_rows[depth]
-        row = 0 if needed is None else max(0, request.num_computed_tokens - needed)
-        return row if start < row or start < request.exact.kept_from else None
-
-    def _renew_modules(self, request: Request) -> None:
-        """Before modules compute rows that are shared or no longer there, replace those blocks by fresh ones.
-
-        That happens after a rise in depth only: rows of deeper modules are missing where the others have theirs.
-        """
-        depth = self._module_depth(request)
-        if depth == 0:
-            return
-        if (row := self._restart_row(request)) is not None:
-            self._cache.renew_modules(request.request_id, row, keep_before=False)
-            request.exact = request.exact.restarted(row, depth)
-        elif (start := request.exact.window_start(depth)) < self._cache.num_shared_module_rows(request.request_id):
-            row = self._cache.renew_modules(request.request_id, start, keep_before=True)
-            request.exact = request.exact.renewed(row)
-
-    def _share(self, request: Request, budget: int) -> _Share:
+    def _share(self, request: Request, depth: int, lagging: int, budget: int) -> _Share:
         """What a request may take of `budget` rows. Rows of its modules that lag behind come first."""
-        computed, lagging = request.num_computed_tokens, self._num_lagging_rows(request)
-        smallest = request.num_pending_rows if request.is_decoding else 1
-        if lagging and lagging + smallest > budget:
-            start = request.exact.window_start(self._module_depth(request))
+        computed, pending = request.num_computed_tokens, request.num_pending_rows
+        if lagging and lagging + (pending if request.is_decoding else 1) > budget:
+            start = request.exact.window_start(self._num_passes(depth))
             num_rows = min(computed - start, budget)
-            return _Share(0, num_rows, False, start + num_rows)
-        num_rows = min(request.num_pending_rows, budget - lagging)
-        if num_rows < request.num_pending_rows:
+            return _Share(0, num_rows, False, start + num_rows, depth)
+        num_rows = min(pending, budget - lagging)
+        if num_rows < pending:
             num_rows = max(0, min(num_rows, request.num_tokens - 1 - computed))
-        return _Share(num_rows, lagging, num_rows == request.num_pending_rows, computed + num_rows)
+        return _Share(num_rows, lagging, num_rows == pending, computed + num_rows, depth)
 
-    def _demand(self, request: Request, end: int, total: int) -> RowDemand:
-        """Room for rows up to `end` of the target and, if the request drafts, of the modules.
+    def _ends(self, request: Request, depth: int, end: int) -> tuple[int, int]:
+        """Where room for rows is needed up to: `end` in the target and, if the request drafts, in the modules.
 
         A single module that drafts several tokens also writes a row for each further one.
         """
-        depth = request.useful_depth
         if depth == 0:
-            return RowDemand(end, 0, total, 0)
-        num_further = depth - 1 if depth > self._limits.num_modules else 0
-        longest = request.max_total_tokens
-        return RowDemand(end, min(end + num_further, longest), total, min(total + num_further, longest))
+            return end, 0
+        if depth <= self._limits.num_modules:
+            return end, end
+        return end, min(end + depth - 1, request.max_total_tokens)
 
     def _last_after(self, request: Request, planned: dict[str, RequestPlan]) -> Request | None:
         """Who gives way to `request`: the last in order after it that is not in the step yet."""
@@ -241,7 +211,7 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Take a request's blocks away. Its tokens and pending drafts stay; rows that are not cached are computed
         again later."""
-        self._publish(request, 1)
+        self._upkeep.publish(request, is_ending=True)
         self._cache.release(request.request_id)
         self._running.remove(request)
         request.status = RequestStatus.WAITING
@@ -251,13 +221,13 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _request_plan(self, request: Request, share: _Share) -> RequestPlan:
-        first = request.num_computed_tokens
-        pending = [*request.token_ids[first:], *request.draft_token_ids]
+        first, drafts = request.num_computed_tokens, request.draft_token_ids
+        pending = (*request.token_ids[first:], *drafts)
         return RequestPlan(
             request_id=request.request_id,
-            token_ids=tuple(pending[: share.num_target_rows]),
+            token_ids=pending[: share.num_target_rows],
             first_row=first,
-            num_draft_tokens=len(request.draft_token_ids) if share.is_sampling else 0,
+            num_draft_tokens=len(drafts) if share.is_sampling else 0,
             num_tokens=request.num_tokens,
             max_total_tokens=request.max_total_tokens,
             is_sampling=share.is_sampling,
@@ -269,17 +239,17 @@ class Scheduler:
         )
 
     def _window_plan(self, request: Request, share: _Share) -> WindowPlan | None:
-        depth = self._module_depth(request)
-        if depth == 0:
+        num_passes = self._num_passes(share.depth)
+        if num_passes == 0:
             return None
-        start = request.exact.window_start(depth)
-        known = request.num_tokens if share.is_sampling else share.end + depth
+        start = request.exact.window_start(num_passes)
+        known = request.num_tokens if share.is_sampling else share.end + num_passes
         return WindowPlan(
             start=start,
             end=share.end,
             token_ids=tuple(request.token_ids[start + 1 : known]),
             exact=request.exact,
-            depth=request.useful_depth if share.is_sampling else depth,
+            depth=share.depth if share.is_sampling else num_passes,
         )
 
     # -- committing --------------------------------------------------------------------------------------------------
@@ -296,8 +266,9 @@ class Scheduler:
             else:
                 self._commit_rows(request, request_plan)
             if request.status is RequestStatus.RUNNING:
-                self._publish(request, min(request.max_depth, self._limits.num_modules))
-                self._retain(request)
+                self._upkeep.publish(request, is_ending=False)
+                if self._cache.layout.has_windows:
+                    self._upkeep.retain(request, self._num_passes(request.useful_depth))
         return committed
 
     def _commit_rows(self, request: Request, plan: RequestPlan) -> None:
@@ -328,38 +299,9 @@ class Scheduler:
             self._finish(request, reason)
         return committed
 
-    def _publish(self, request: Request, depth: int) -> None:
-        """Let others find the request's full blocks; a module block once modules 1..depth are exact to its end."""
-        exact, rebuild_rows = request.exact, self._cache.layout.rebuild_rows
-        first_exact = exact.origin and exact.origin + (rebuild_rows[-1] or 0)
-        self._cache.publish(
-            request.request_id,
-            request.token_ids,
-            request.num_computed_tokens,
-            exact.num_exact_rows,
-            first_exact,
-            min(depth, self._limits.num_modules),
-        )
-
-    def _retain(self, request: Request) -> None:
-        """Give back the blocks behind sliding windows that no later step of this request needs."""
-        layout = self._cache.layout
-        if not layout.has_windows:
-            return
-        computed, module_row = request.num_computed_tokens, request.exact.kept_from
-        depth, max_depth = self._module_depth(request), min(request.max_depth, self._limits.num_modules)
-        if depth and layout.has_module_windows:
-            needed = layout.rebuild_rows[max_depth]
-            deepest = request.exact.window_start(max_depth)
-            # The deepest modules' rows serve a later rise in depth, unless they would have to begin anew anyway.
-            is_near = needed is not None and deepest >= computed - needed
-            module_row = max(module_row, deepest if is_near else request.exact.window_start(depth))
-            request.exact = request.exact.keeping_from(module_row)
-        self._cache.retain(request.request_id, computed, module_row)
-
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if request.status is RequestStatus.RUNNING:
-            self._publish(request, 1)
+            self._upkeep.publish(request, is_ending=True)
         self._cache.release(request.request_id)
         del self._requests[request.request_id]
         if request.status is RequestStatus.RUNNING:

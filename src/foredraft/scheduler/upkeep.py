@@ -1,0 +1,70 @@
+"""What a request's rows need beside being computed: to be found by others, kept, given back or begun anew."""
+
+from __future__ import annotations
+
+from foredraft.cache.manager import CacheManager
+from foredraft.request import Request
+
+
+class CacheUpkeep:
+    """Keeps the cache in line with what is known of a request's rows, `Request.exact` above all."""
+
+    def __init__(self, cache: CacheManager, num_modules: int) -> None:
+        self._cache = cache
+        self._layout = cache.layout
+        self._num_modules = num_modules
+
+    def num_lagging_rows(self, request: Request, depth: int) -> int:
+        """Module rows to compute beyond the few of a steady decode: a hit or a spell at a smaller depth left them.
+
+        depth: how many modules are to run, here and below.
+        """
+        return max(0, request.num_computed_tokens - request.exact.window_start(depth) - depth) if depth else 0
+
+    def restart_row(self, request: Request, depth: int) -> int | None:
+        """Where the modules begin anew, if what they need is not there or is further back than it need be.
+
+        With sliding windows only, a bounded number of rows before c is enough for rows that are exact from c on.
+        """
+        if not (depth and self._layout.has_module_windows):
+            return None
+        start, needed = request.exact.window_start(depth), self._layout.rebuild_rows[depth]
+        row = 0 if needed is None else max(0, request.num_computed_tokens - needed)
+        return row if start < row or start < request.exact.kept_from else None
+
+    def renew(self, request: Request, depth: int) -> int:
+        """Before modules compute rows that are shared or no longer there, replace those blocks by fresh ones.
+
+        That happens after a rise in depth only: rows of deeper modules are missing where the others have theirs.
+        Returns the lagging rows.
+        """
+        if depth == 0:
+            return 0
+        if (row := self.restart_row(request, depth)) is not None:
+            self._cache.renew_modules(request.request_id, row, keep_before=False)
+            request.exact = request.exact.restarted(row, depth)
+        elif (start := request.exact.window_start(depth)) < self._cache.num_shared_module_rows(request.request_id):
+            row = self._cache.renew_modules(request.request_id, start, keep_before=True)
+            request.exact = request.exact.renewed(row)
+        return self.num_lagging_rows(request, depth)
+
+    def publish(self, request: Request, *, is_ending: bool) -> None:
+        """Let others find the request's full blocks.
+
+        A module block waits until all modules that the request may use are exact to its end. Once the request gives its
+        blocks back, any depth will do.
+        """
+        depth = min(1 if is_ending else request.max_depth, self._num_modules)
+        self._cache.publish(request.request_id, request.token_ids, request.num_computed_tokens, request.exact, depth)
+
+    def retain(self, request: Request, depth: int) -> None:
+        """Give back the blocks behind sliding windows that no later step of this request needs."""
+        layout = self._layout
+        if depth and layout.has_module_windows:
+            max_depth = min(request.max_depth, self._num_modules)
+            needed = layout.rebuild_rows[max_depth]
+            deepest = request.exact.window_start(max_depth)
+            # The deepest modules' rows serve a later rise in depth, unless they would have to begin anew anyway.
+            is_near = needed is not None and deepest >= request.num_computed_tokens - needed
+            request.exact = request.exact.keeping_from(deepest if is_near else request.exact.window_start(depth))
+        self._cache.retain(request.request_id, request.num_computed_tokens, request.exact.kept_from)
