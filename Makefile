@@ -36,10 +36,11 @@ lint: $(VENV)/.foredraft-dev
 check-slow: $(VENV)/.foredraft-dev ## the slow tests
 	$(BIN)/python -m pytest -m slow
 
-bench: $(VENV)/.foredraft ## speed and acceptance of the built-in model, to benchmarks/results/
+bench: $(VENV)/.foredraft ## speed, acceptance and prefix cache of the built-in model, to benchmarks/results/
 	$(BIN)/foredraft bench speed --draft-vocab-size 16384 --peers transformers-dynamic,transformers-static \
 		--output benchmarks/results/speed.json
 	$(BIN)/foredraft bench acceptance --output benchmarks/results/acceptance.json
+	$(BIN)/foredraft bench cache --output benchmarks/results/cache.json
 
 clean: ## remove caches and build outputs, but not the environment
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

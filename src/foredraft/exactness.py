@@ -8,7 +8,6 @@ a rejection, a chunk boundary, a preemption or a change of depth follows from th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -20,8 +19,7 @@ class DraftCycle(NamedTuple):
     depth: int
 
 
-@dataclass(frozen=True)
-class ExactRows:
+class ExactRows(NamedTuple):
     """`num_exact_rows[k-1]` is E_k: rows 0..E_k-1 of module k are exact. The counts never grow with k.
 
     `cycle` is the drafting whose outcome is not known yet: its rows beyond E_k become exact if drafts are accepted.
@@ -57,7 +55,7 @@ class ExactRows:
 
     def keeping_from(self, row: int) -> ExactRows:
         """Rows that no window start from `row` on needs are freed."""
-        return self if row <= self.kept_from else replace(self, kept_from=row)
+        return self if row <= self.kept_from else self._replace(kept_from=row)
 
     def window_start(self, depth: int) -> int:
         """The first row that a pass of modules 1..depth must compute (s): the smallest E_k among them."""

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_models import tiny_llama
 
 from foredraft.cli.app import main
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors only wait for a second thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +126,22 @@ def test_cache_without_prefix_caching_is_an_error(
     model: str, prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "cache.json"
-    options = ["--model", model, "--prompts", prompts, "--num-prompts", "4", *SMALL, "--num-blocks", "64"]
+    options = [
+        "--model",
+        model,
+        "--prompts",
+        prompts,
+        "--num-prompts",
+        "4",
+        *SMALL,
+        "--num-blocks",
+        "64",
+        "--device",
+        "cpu",
+        "--no-enable-prefix-caching",
+    ]
     with pytest.raises(SystemExit) as ended:
-        main(["bench", "cache", *options, "--enable-prefix-caching", "false", "--output", str(output)])
+        main(["bench", "cache", *options, "--output", str(output)])
     captured = capsys.readouterr()
     assert ended.value.code == 1
     assert "0 tokens were cached instead of 32: is prefix caching on" in captured.err
@@ -142,3 +166,23 @@ def test_cache_refuses_wrong_settings(
         main(["bench", "cache", "--model", "nowhere", "--prompts", prompts, "--num-prompts", "4", *options])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_chats_find_the_earlier_turns_and_draft_the_same(
+    model: str, prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "chats.json"
+    options = ["--model", model, "--prompts", prompts, "--num-prompts", "4", "--max-tokens", "12", "--block-size", "4"]
+    bench("chats", *options, "--num-turns", "3", "--output", str(output))
+    assert capsys.readouterr().out.endswith("All answers identical: yes\n")
+    record: dict[str, Any] = json.loads(output.read_text())
+    turns = record["turns"]
+    assert [(turn["turn"], turn["prefix_cache"]) for turn in turns] == [
+        (number, is_on) for number in (1, 2, 3) for is_on in (True, False)
+    ]
+    for on, off in zip(turns[::2], turns[1::2], strict=True):
+        assert on["num_prompt_tokens"] == off["num_prompt_tokens"]
+        assert on["speculation"]["accepted_by_depth"] == off["speculation"]["accepted_by_depth"]
+        assert off["num_cached_tokens"] == 0
+    assert turns[2]["num_cached_tokens"] > 0
+    assert turns[4]["num_cached_tokens"] > turns[2]["num_cached_tokens"]

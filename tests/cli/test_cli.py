@@ -68,6 +68,35 @@ def test_text_goes_to_stdout_and_statistics_to_stderr(run: Run, model: str) -> N
     assert "\x1b" not in found.out + found.err
 
 
+def test_the_cache_is_described_on_stderr(run: Run, model: str) -> None:
+    # 2 key heads of 8 numbers in 2 layers and 3 modules, keys and values; h0 has 32 numbers; all of 4 bytes.
+    described = (
+        "cache: 1,008 tokens in 0.75 MiB, sequences of up to 1,008 tokens\n"
+        "  target and h0: 64 blocks of 16 rows, 384 bytes a token\n"
+        "  modules: 64 blocks of 16 rows, 384 bytes a token\n"
+    )
+    assert generate(run, model).err.startswith(described)
+    host = generate(run, model, "--cpu-cache-gib", "0.25", "--max-model-len", "500").err
+    assert "sequences of up to 500 tokens\n" in host
+    assert "  host: 21,845 blocks of each group, 256.00 MiB\n" in host
+
+
+def test_a_cache_that_cannot_be_is_an_error_with_the_numbers(run: Run, model: str) -> None:
+    cases = {
+        ("--num-blocks", "64", "--max-model-len", "1009"): "max_model_len=1009 does not fit the cache: 64 blocks of 16",
+        ("--kv-cache-memory-bytes", "20000"): "1 blocks of 16 rows (from 20000 bytes)",
+        ("--gpu-memory-utilization", "0.5", "--device", "cpu"): "has no effect on cpu: set kv_cache_memory_bytes",
+    }
+    for args, message in cases.items():
+        found = run("generate", PROMPT, "--model", model, *args)
+        assert (found.code, found.out) == (1, "")
+        assert message in found.err
+        assert len(found.err.splitlines()) == 1
+    found = generate(run, model, "--gpu-memory-utilization", "0.5")
+    assert found.code == 2
+    assert "num_blocks and gpu_memory_utilization each set the size of the cache" in found.err
+
+
 def test_statistics_have_a_row_for_each_depth(run: Run, model: str) -> None:
     found = generate(run, model, "-k", "2")
     assert re.search(r"^ *1 +\d+ +\d+ +\d\.\d{3} +\d\.\d{3} *$", found.err, flags=re.MULTILINE)
@@ -265,4 +294,4 @@ def test_a_reader_that_leaves_ends_it_quietly(model: str) -> None:
         assert process.stdout.read(20)
         process.stdout.close()
         assert process.wait(timeout=60) == 1
-        assert process.stderr.read() == ""
+        assert re.fullmatch(r"cache: .*\n(  .*\n)*", process.stderr.read())

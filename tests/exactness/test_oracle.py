@@ -31,7 +31,7 @@ from scripted import greedy_sequence, held_rows, scripted_engine
 from tiny_models import tiny_alternating, tiny_glm4_moe, tiny_llama, tiny_mistral
 from torch import Tensor
 
-from foredraft.cache.manager import RowDemand
+from foredraft.cache.block_tables import RowDemand
 from foredraft.cache.prefix_match import PrefixMatch
 from foredraft.cache.storage import LayerKV
 from foredraft.config import EngineConfig
@@ -87,7 +87,7 @@ def plain_engine(kind: str) -> Engine:
     """An engine with a wide budget, for whole prefills and plain decoding."""
     depth = 3 if kind == "glm4_moe" else None
     config = EngineConfig(
-        num_speculative_tokens=depth, num_blocks=16, block_size=8, max_num_seqs=1, enable_prefix_caching=False
+        num_speculative_tokens=depth, num_blocks=64, block_size=8, max_num_seqs=1, enable_prefix_caching=False
     )
     return build_engine(model(kind), config)
 

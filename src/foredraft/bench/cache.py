@@ -17,8 +17,9 @@ from rich import box
 from rich.table import Table
 
 from foredraft import LLM, RequestOutput, SamplingParams
+from foredraft.cache.block_tables import RowDemand
 from foredraft.cache.groups import CacheLayout, KVShape
-from foredraft.cache.manager import CacheManager, RowDemand
+from foredraft.cache.manager import CacheManager
 from foredraft.errors import ConfigError, ForedraftError
 from foredraft.exactness import ExactRows
 from foredraft.plan import RequestResult, StepPlan, StepResult, StepTimes
@@ -202,8 +203,9 @@ class IndexTrials:
         match = self._cache.match(token_ids, None, INDEX_DEPTH)
         if not self._cache.admit("sequence", None, match, demand):
             raise ForedraftError(f"a prefix index of {self.num_blocks} blocks has no room for a new sequence")
+        exact = ExactRows((num_rows,) * INDEX_DEPTH)
         started = time.perf_counter()
-        self._cache.publish("sequence", token_ids, num_rows, (num_rows,) * INDEX_DEPTH, 0, INDEX_DEPTH)
+        self._cache.publish("sequence", token_ids, num_rows, exact, INDEX_DEPTH)
         seconds = time.perf_counter() - started
         self._cache.release("sequence")
         self._sequences.append(token_ids)
@@ -374,7 +376,7 @@ class CacheResult:
         for times in self.first_token:
             milliseconds, ratio = f"{1e3 * times.median_seconds:.1f}", f"{self.ratio(times):.2f}"
             first_token.add_row(str(times.depth), times.case, str(times.num_cached_tokens), milliseconds, ratio)
-        index = _table("blocks cached", "publish, us a block", "match, us a block", "match of nothing, us a sequence")
+        index = _table("blocks cached", "publish, us a block", "match, us a block", "miss, us a sequence")
         for cost in self.index:
             figures = (cost.publish_microseconds_per_block, cost.match_microseconds_per_block, cost.miss_microseconds)
             index.add_row(str(cost.num_blocks), *(f"{figure:.2f}" for figure in figures))

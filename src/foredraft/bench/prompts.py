@@ -8,6 +8,7 @@ from pathlib import Path
 from foredraft.errors import ConfigError
 
 DEFAULT_PROMPTS = Path("benchmarks/data/gsm8k_64.jsonl")
+CHAT_PROMPTS = Path("benchmarks/data/mt_bench_40.jsonl")
 
 
 def read_prompts(file: Path, count: int) -> list[str]:

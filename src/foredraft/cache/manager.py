@@ -3,45 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 from foredraft.cache.block_pool import RESERVED_BLOCK, BlockPool
+from foredraft.cache.block_tables import BlockTables, RowDemand
 from foredraft.cache.groups import CacheLayout
 from foredraft.cache.prefix_index import CachedBlock, PartKey, PrefixIndex, PrefixNode
 from foredraft.cache.prefix_match import PrefixMatch, match_prefix
 from foredraft.exactness import ExactRows
 from foredraft.plan import BlockCopy
-
-
-@dataclass
-class BlockTables:
-    """The blocks of one request: entry b of a table holds rows b * block_size .. (b + 1) * block_size - 1.
-
-    first: by group, the first entry that is held; those before it were given back, and name the reserved block.
-    nodes: the leading blocks that are in the prefix index. Module blocks below num_shared_module_blocks may be shared
-    and are never written. frozen: the tables as tuples, until they change; target_end, module_end: rows that fit them.
-    """
-
-    salt: str | None
-    blocks: list[list[int]]
-    first: list[int]
-    num_shared_module_blocks: int = 0
-    nodes: list[PrefixNode] = field(default_factory=list)
-    is_published: bool = True
-    frozen: tuple[tuple[int, ...], ...] | None = None
-    target_end: int = 0
-    module_end: int = 0
-
-
-@dataclass(frozen=True)
-class RowDemand:
-    """Rows that a request wants room for: up to row `target_end` and `module_end` in all groups, and in those that
-    keep all rows up to `target_total` and `module_total`, so that it can go on."""
-
-    target_end: int
-    module_end: int
-    target_total: int
-    module_total: int
 
 
 class CacheManager:
@@ -59,16 +28,24 @@ class CacheManager:
         block_size: int,
         *,
         is_shared: bool = True,
-        num_host_blocks: Sequence[int] | None = None,
+        num_host_blocks: Sequence[int] = (),
     ) -> None:
         self.layout = layout
         self.block_size = block_size
         self.is_shared = is_shared
-        self.pools: tuple[BlockPool[CachedBlock], ...] = tuple(BlockPool(count, self._evict) for count in num_blocks)
-        self._host_pools: tuple[BlockPool[CachedBlock], ...] = tuple(
-            BlockPool(count, self._evict_from_host) for count in num_host_blocks or ()
+        self._num_blocks = tuple(num_blocks)
+        self._num_host_blocks = tuple(num_host_blocks)
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew: nobody holds anything, and nothing is cached."""
+        self.pools: tuple[BlockPool[CachedBlock], ...] = tuple(
+            BlockPool(count, self._evict) for count in self._num_blocks
         )
-        self._index = PrefixIndex(block_size)
+        self._host_pools: tuple[BlockPool[CachedBlock], ...] = tuple(
+            BlockPool(count, self._evict_from_host) for count in self._num_host_blocks
+        )
+        self._index = PrefixIndex(self.block_size)
         self._tables: dict[str, BlockTables] = {}
         self._copies: list[BlockCopy] = []
 

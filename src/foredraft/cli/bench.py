@@ -11,7 +11,7 @@ import typer
 from rich import box
 from rich.progress import track
 
-from foredraft.bench.prompts import DEFAULT_PROMPTS, read_prompts
+from foredraft.bench.prompts import CHAT_PROMPTS, DEFAULT_PROMPTS, read_prompts
 from foredraft.cli.display import depth_table, open_console
 from foredraft.cli.options import build_prompt, engine_options, load, usage_errors
 from foredraft.config import EngineConfig
@@ -116,10 +116,39 @@ def acceptance(
 
 @bench_app.command()
 @engine_options
+def chats(
+    prompts: Prompts = CHAT_PROMPTS,
+    num_prompts: NumPrompts = 40,
+    num_turns: Annotated[int, typer.Option(min=2, help="turns of each chat")] = 2,
+    max_tokens: MaxTokens = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    seed: Annotated[int, typer.Option(help="of every request")] = 0,
+    output: Output = None,
+    *,
+    config: EngineConfig,
+) -> None:
+    """Chats of several turns with the prefix cache and without: what it finds, and whether drafts fare the same."""
+    from foredraft.bench.chats import measure_chats
+
+    with usage_errors():
+        texts = read_prompts(prompts, num_prompts)
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    llm = load(config)
+    result = measure_chats(llm, texts, num_turns, params)
+    console = open_console()
+    console.print(result.table())
+    console.print(f"All answers identical: {'yes' if result.is_identical else 'NO'}")
+    settings = {"prompts": prompts.name, "num_prompts": num_prompts, "num_turns": num_turns, "max_tokens": max_tokens}
+    settings |= {"temperature": temperature, "seed": seed, "num_speculative_tokens": llm.engine.limits.max_depth}
+    _write(output, "chats", llm, {"settings": settings, **result.to_dict()})
+
+
+@bench_app.command()
+@engine_options
 def cache(
     prompts: Prompts = DEFAULT_PROMPTS,
     num_prompts: NumPrompts = 32,
-    prefix_tokens: Annotated[int, typer.Option(min=1, help="tokens that all prompts of a trial begin with")] = 2000,
+    prefix_tokens: Annotated[int, typer.Option(min=1, help="tokens that all prompts begin with")] = 2000,
     repeats: Annotated[int, typer.Option(min=2, help="trials of each kind, each with a prompt of its own")] = 5,
     index_blocks: Annotated[str, typer.Option(help="sizes of the prefix index to try")] = "1000,10000,100000",
     running: Annotated[str, typer.Option(help="how many requests the scheduler runs")] = "1,16,64,256",

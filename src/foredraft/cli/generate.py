@@ -68,7 +68,7 @@ def generate(
             stop_token_ids=tuple(stop_token_id or ()),
             ignore_eos=ignore_eos,
         )
-    llm = load(config)
+    llm = load(config, is_quiet=as_json)
     tokens = build_prompt(llm, text, is_raw=raw, system=system)
     with llm:
         runs = _run(llm, tokens, params, is_comparing=compare, is_quiet=as_json)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import Field, fields
@@ -48,7 +49,9 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
 def _option(field: Field[Any], hint: Any) -> inspect.Parameter:
     kinds = set(get_args(hint)) or {hint}
     kind: Any = next((kind for kind in (bool, int, float) if kind in kinds), str)
-    flags = [f"--{field.name.replace('_', '-')}", *filter(None, [_SHORT_FLAGS.get(field.name)])]
+    name = field.name.replace("_", "-")
+    long_flag = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
+    flags = [long_flag, *filter(None, [_SHORT_FLAGS.get(field.name)])]
     option = typer.Option(*flags, help=field.metadata["help"], rich_help_panel="Engine")
     return inspect.Parameter(
         field.name,
@@ -67,12 +70,15 @@ def usage_errors() -> Iterator[None]:
         raise typer.BadParameter(str(error)) from error
 
 
-def load(config: EngineConfig) -> LLM:
-    """Load the model that `config` describes."""
+def load(config: EngineConfig, *, is_quiet: bool = False) -> LLM:
+    """Load the model that `config` describes, and say on standard error, unless `is_quiet`, what its cache holds."""
     from transformers import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    return foredraft.LLM(**{field.name: getattr(config, field.name) for field in fields(config)})
+    llm = foredraft.LLM(**{field.name: getattr(config, field.name) for field in fields(config)})
+    if not is_quiet:
+        print(*llm.cache_size.lines(), sep="\n", file=sys.stderr, flush=True)
+    return llm
 
 
 def build_prompt(llm: LLM, text: str, *, is_raw: bool, system: str | None = None) -> list[int]:

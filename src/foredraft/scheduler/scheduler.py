@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from foredraft.cache.manager import CacheManager, RowDemand
+from foredraft.cache.block_tables import RowDemand
+from foredraft.cache.manager import CacheManager
 from foredraft.config import SchedulingPolicy
 from foredraft.exactness import ExactRows
 from foredraft.plan import RequestPlan, RequestResult, StepPlan, StepResult, WindowPlan
@@ -25,8 +27,7 @@ class SchedulerLimits:
     policy: SchedulingPolicy = "fcfs"
 
 
-@dataclass(frozen=True)
-class Committed:
+class Committed(NamedTuple):
     """What a step added to one request: tokens (with the depth each was accepted at, 0 for the target's own)."""
 
     request: Request
@@ -34,8 +35,7 @@ class Committed:
     token_depths: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _Share:
+class _Share(NamedTuple):
     """What one request does in a step: how many rows the target runs on, and how many module rows are computed late;
     whether the newest token is reached; where its rows end; how many tokens are drafted after it, if it is."""
 
@@ -97,6 +97,19 @@ class Scheduler:
         if request is not None:
             self._finish(request, FinishReason.ABORT)
         return request
+
+    def abandon(self) -> list[Request]:
+        """End all requests and forget all that is cached, after a failure in the middle of a step."""
+        requests = list(self._requests.values())
+        for request in requests:
+            request.status = RequestStatus.FINISHED
+            request.finish_reason = FinishReason.ABORT
+            request.draft_token_ids = ()
+        self._requests.clear()
+        self._running.clear()
+        self._waiting = WaitingQueue(self._limits.policy)
+        self._cache.clear()
+        return requests
 
     # -- planning ----------------------------------------------------------------------------------------------------
 
