@@ -327,9 +327,12 @@ class CacheManager:
         host.release([part.host_block])
         return part.host_block
 
-    def prune_nodes(self) -> None:
-        """Take out of the index what stands for nothing."""
-        for node in list(self._index.nodes()):
+    def finish_loading(self) -> None:
+        """Put host blocks that were added into order, the end of a sequence before its beginning, as release does."""
+        for node in reversed(list(self._index.nodes())):
+            for part in node.parts.values():
+                if part.host_block is not None:
+                    self._touch_host(part)
             self._index.prune(node)
 
     def take_copies(self) -> tuple[BlockCopy, ...]:

@@ -49,7 +49,7 @@ def load_cache(directory: Path, signature: Signature, cache: CacheManager, host:
                     _from_bytes(host, part.group, block, part.rows)
             else:
                 logger.warning("%s: a block of group %d does not fit the cache; it is left out", directory, part.group)
-    cache.prune_nodes()
+    cache.finish_loading()
     return len(nodes)
 
 
