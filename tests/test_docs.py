@@ -29,6 +29,7 @@ from foredraft.exactness import ExactRows
 from foredraft.models.attention import PagedAttention
 from foredraft.models.loader import LoadedModel, inspect_checkpoint, load_checkpoint
 from foredraft.request import Request
+from foredraft.runner.memory import CPU_CACHE_BYTES
 from foredraft.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[1]
@@ -303,9 +304,11 @@ def test_memory_figures(builtin_llm: LLM) -> None:
         "bytes per token": layout.bytes_per_token(),
     }
     assert figures == {name: [num_bytes, num_bytes // 2] for name, num_bytes in per_row.items()}
-    num_blocks = EngineConfig().kv_cache_memory_bytes // (layout.bytes_per_token() * EngineConfig().block_size)
+    num_blocks = CPU_CACHE_BYTES // (layout.bytes_per_token() * EngineConfig().block_size)
     assert f"{num_blocks:,}" in page
     assert f"{(num_blocks - 1) * EngineConfig().block_size:,} tokens" in page
+    printed = builtin_llm.cache_size.lines()
+    assert "\n".join(f"    {line}" for line in printed) in page
 
 
 def memory_table(page: str) -> Table:

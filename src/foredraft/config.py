@@ -30,8 +30,9 @@ class EngineConfig:
     draft_sampling: str = _setting("probabilistic", "how drafts are drawn at temperature > 0: probabilistic or greedy")
     draft_vocab_size: int | None = _setting(None, "draft among the first N token ids only (the frequent ones); faster")
     block_size: int = _setting(16, "rows in a cache block")
-    num_blocks: int | None = _setting(None, "cache blocks of each group; overrides kv_cache_memory_bytes")
-    kv_cache_memory_bytes: int = _setting(2 << 30, "memory for the paged cache, in bytes")
+    num_blocks: int | None = _setting(None, "cache blocks of a group; a sliding window gets only what it can use")
+    kv_cache_memory_bytes: int | None = _setting(None, "bytes for the paged cache; 2 GiB on a CPU if left out")
+    gpu_memory_utilization: float | None = _setting(None, "share of a GPU's memory to use in all; 0.9 if left out")
     cpu_cache_gib: float = _setting(0.0, "host memory for blocks that the device cache has no room for, in GiB")
     cache_dir: str | Path | None = _setting(None, "directory that keeps the host's blocks across restarts")
     max_num_seqs: int = _setting(64, "most requests that run at once")
@@ -57,10 +58,19 @@ class EngineConfig:
         _at_least("block_size", self.block_size, 1)
         _at_least("num_blocks", self.num_blocks, 2)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        self._check_cache_size()
         self._check_host_cache()
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("max_model_len", self.max_model_len, 2)
+
+    def _check_cache_size(self) -> None:
+        share = self.gpu_memory_utilization
+        if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
+            raise ConfigError(f"gpu_memory_utilization must be a number above 0 and at most 1, not {share!r}")
+        names = ("num_blocks", "kv_cache_memory_bytes", "gpu_memory_utilization")
+        if len(given := [name for name in names if getattr(self, name) is not None]) > 1:
+            raise ConfigError(f"{' and '.join(given)} each set the size of the cache: give one of them")
 
     def _check_host_cache(self) -> None:
         size = self.cpu_cache_gib
@@ -70,6 +80,14 @@ class EngineConfig:
             raise ConfigError("cpu_cache_gib needs enable_prefix_caching: it keeps blocks that requests share")
         if self.cache_dir is not None and not size:
             raise ConfigError("cache_dir needs cpu_cache_gib: what it holds is loaded into host memory")
+
+    def check_device(self, device_type: str) -> None:
+        """Refuse a setting that would have no effect on the device that is used."""
+        if self.gpu_memory_utilization is not None and device_type != "cuda":
+            raise ConfigError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization} has no effect on {device_type}: "
+                f"set kv_cache_memory_bytes or num_blocks"
+            )
 
     def check_depth(self, num_speculative_tokens: int) -> None:
         """Refuse limits under which a full batch of decodes, each with so many drafts, does not fit a step."""

@@ -46,6 +46,7 @@ class RequestPlan(NamedTuple):
     The target runs on rows first_row .. first_row + len(token_ids) - 1; the last num_draft_tokens of token_ids are
     pending drafts. `is_sampling` says that the rows reach the newest committed token, so that tokens are emitted.
     Without token_ids, all rows are cached, and the token follows from the newest row's hidden state (h0).
+    `arrival` tells it from another request to which its id was given since.
     `num_tokens` is n before the step, `max_total_tokens` where the sequence ends at the latest.
     blocks: a block table for each cache group.
     """
@@ -62,6 +63,7 @@ class RequestPlan(NamedTuple):
     params: SamplingParams
     seed: int
     stop_token_ids: frozenset[int]
+    arrival: int = 0
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@
 4. All blocks are free again at the end, and no count is negative: `Replay.assert_drained`.
 5. The next good request is served: `Replay.assert_serves`.
 
-Beyond those, `Replay.assert_drafts_right` compares every draft with transformers' MTP layers over the whole history.
+Beyond those, `Replay.assert_drafts_right` compares every draft with transformers' MTP layers over the whole history,
+and in every step of every replay it is checked what the forwards read and where they write.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from scripted import ScriptedDrafter, held_rows
 from torch import Tensor
 
 from foredraft import LLM, SamplingParams
+from foredraft.cache.block_pool import RESERVED_BLOCK
 from foredraft.config import EngineConfig
 from foredraft.engine.build import build_engine
 from foredraft.engine.engine import Engine
 from foredraft.models.attention import PagedAttention
-from foredraft.plan import RequestPlan, StepPlan
+from foredraft.outputs import RequestOutput
+from foredraft.plan import RequestPlan, StepPlan, StepResult
 from foredraft.request import Request, RequestStatus
 from foredraft.sampling.sampler import SamplingTensors
 from foredraft.scheduler.scheduler import Committed
@@ -121,8 +124,9 @@ class Replay:
     """
 
     def __init__(self, checkpoint: Checkpoint, depth: int, *, eos_token_id: int | None = None, **settings: Any) -> None:
-        small: dict[str, Any] = {"block_size": BLOCK, "num_blocks": 64, "max_num_seqs": 4}
-        config = EngineConfig(num_speculative_tokens=depth, **(small | settings))
+        settings = {"block_size": BLOCK, "num_blocks": 64, "max_num_seqs": 4} | settings
+        settings.setdefault("max_model_len", min(256, (settings["num_blocks"] - 1) * settings["block_size"]))
+        config = EngineConfig(num_speculative_tokens=depth, **settings)
         eos = frozenset() if eos_token_id is None else frozenset([eos_token_id])
         drafters: list[ReplayDrafter] = []
 
@@ -138,6 +142,7 @@ class Replay:
         self.requests: dict[str, Request] = {}
         self.free_at_start = self.num_free_blocks()
         self._watch_plans()
+        self._watch_writes()
 
     def _watch_plans(self) -> None:
         plan = self.engine.scheduler.plan
@@ -147,6 +152,39 @@ class Replay:
             return self.plans[-1]
 
         self.engine.scheduler.plan = watched  # type: ignore[method-assign]
+
+    def _watch_writes(self) -> None:
+        execute = self.engine.runner.execute
+
+        def watched(plan: StepPlan) -> StepResult:
+            first = len(self.drafter.forwards)
+            result = execute(plan)
+            for forward in self.drafter.forwards[first:]:
+                self._assert_writes_are_own(plan, forward)
+            return result
+
+        self.engine.runner.execute = watched  # type: ignore[method-assign]
+
+    def _assert_writes_are_own(self, plan: StepPlan, forward: Forward) -> None:
+        """Inputs are tokens and positions of the model. A row goes to the block that its request holds there, which
+        nobody can find yet; of the modules' rows, those that count already go to the reserved block."""
+        assert all(0 <= token_id < VOCAB_SIZE for token_id in forward.token_ids)
+        assert all(0 <= position < self.engine.limits.max_model_len for position in forward.positions)
+        pools, size = self.engine.cache.pools, self.engine.cache.block_size
+        for group, slots in forward.slots.items():
+            own = {block for request in plan.requests for block in request.blocks[group]} - {RESERVED_BLOCK}
+            for slot in slots:
+                block = slot // size
+                if forward.module is None or block != RESERVED_BLOCK:
+                    assert block in own
+                    assert pools[group].contents[block] is None
+            if forward.module is None:
+                rows = [
+                    request.blocks[group][row // size] * size + row % size
+                    for request in plan.requests
+                    for row in range(request.first_row, request.first_row + len(request.token_ids))
+                ]
+                assert list(slots) == rows
 
     # -- driving it ----------------------------------------------------------------------------------------------------
 
@@ -161,7 +199,7 @@ class Replay:
         own_drafts: bool = False,
         **params: Any,
     ) -> Request:
-        """Queue a request. own_drafts: the modules choose; else drafts are right as far as `script` or `num_right` say."""
+        """Queue a request. Drafts are right as far as `script` or `num_right` say; own_drafts: the modules choose."""
         request = self.engine.add_request(name, prompt, SamplingParams(max_tokens=max_tokens, **params))
         if not own_drafts:
             num_tokens = request.max_total_tokens - len(prompt)
@@ -220,10 +258,10 @@ class Replay:
         below E_k. For each, the first row that is held, and the rows from there on."""
         storage, name = self.engine.runner.storage, request.request_id
         layout, computed = storage.layout, request.num_computed_tokens
-        parts = [(group, computed, (kv.key, kv.value)) for group, kv in zip(layout.group_of_layer, storage.target)]
-        parts.append((layout.hidden_group, computed, (storage.hidden,)))
+        parts = [(group, computed, [kv.key, kv.value]) for group, kv in zip(layout.group_of_layer, storage.target)]
+        parts.append((layout.hidden_group, computed, [storage.hidden]))
         for group, count, kv in zip(layout.group_of_module, request.exact.num_exact_rows, storage.modules):
-            parts.append((group, count, (kv.key, kv.value)))
+            parts.append((group, count, [kv.key, kv.value]))
         found = []
         for group, end, tensors in parts:
             first, slots = held_rows(self.engine, name, group, end)
@@ -284,7 +322,7 @@ def assert_unchanged(before: Sequence[tuple[int, Tensor]], after: Sequence[tuple
         assert torch.equal(kept, new[: len(kept)])
 
 
-def assert_streams_alike(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> None:
+def assert_streams_alike(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> RequestOutput:
     """A stream's chunks add up to its own output, and that is the one that `generate` returns."""
     llm.reset_prefix_cache()
     (whole,) = llm.generate([list(prompt)], params)
@@ -296,3 +334,4 @@ def assert_streams_alike(llm: LLM, prompt: Sequence[int], params: SamplingParams
     assert dataclasses.replace(output, request_id=whole.request_id) == whole
     assert tuple(token_id for chunk in chunks for token_id in chunk.token_ids) == whole.token_ids
     assert "".join(chunk.text for chunk in chunks) == whole.text
+    return whole

@@ -113,7 +113,7 @@ def test_a_hit_needs_only_the_blocks_of_the_window(checkpoint: Checkpoint, depth
 
 def test_memory_of_the_windows_does_not_grow_with_the_sequence(checkpoint: Checkpoint) -> None:
     engine, drafter = engine_of(checkpoint)
-    held = {}
+    held: dict[int, tuple[int, ...]] = {}
     for length in (80, 230):
         name = add(engine, drafter, checkpoint, random_prompt(length), 3, 8)
         for _ in range(10):

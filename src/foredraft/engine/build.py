@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -19,12 +19,11 @@ from foredraft.models.fingerprint import fingerprint
 from foredraft.models.loader import LoadedModel
 from foredraft.models.mtp import MtpModules
 from foredraft.models.target import TargetModel
-from foredraft.runner.memory import size_cache
+from foredraft.runner.memory import CPU_CACHE_BYTES, CacheDemand, CacheSize, size_cache
 from foredraft.runner.model_runner import ModelRunner
+from foredraft.runner.profiling import GPU_MEMORY_UTILIZATION, measure_memory, profile_memory
 from foredraft.scheduler.scheduler import Scheduler, SchedulerLimits
 from foredraft.speculation.drafter import Drafter
-
-GIB = 1 << 30
 
 
 def build_engine(
@@ -33,6 +32,7 @@ def build_engine(
     drafter_type: Callable[[TargetModel, MtpModules, CacheStorage, int | None], Drafter] = Drafter,
 ) -> Engine:
     """Put an engine together for a loaded checkpoint. Raises ConfigError for settings that do not fit it."""
+    config.check_device(loaded.target.device.type)
     target = TargetModel(loaded.target)
     modules = MtpModules(loaded.mtp) if loaded.mtp is not None else None
     max_depth = resolve_depth(config, modules.num_modules if modules is not None else 0)
@@ -41,11 +41,16 @@ def build_engine(
         raise ConfigError(f"draft_vocab_size={config.draft_vocab_size} is more than the {target.vocab_size} token ids")
     module_shapes = modules.kv_shapes if modules is not None else ()
     layout = CacheLayout.build(target.kv_shapes, module_shapes, target.hidden_size, target.dtype)
-    size = size_cache(config, layout, loaded.info.max_position_embeddings)
+
+    def make_runner(storage: CacheStorage, host_storage: CacheStorage | None = None) -> ModelRunner:
+        drafter = drafter_type(target, modules, storage, config.draft_vocab_size) if modules is not None else None
+        return ModelRunner(target, drafter, storage, host_storage, greedy_drafts=config.draft_sampling == "greedy")
+
+    demand = CacheDemand(config, layout, max_depth, loaded.info.max_position_embeddings)
+    size = _cache_size(demand, make_runner, target.device)
     storage = _storage(layout, size.num_blocks, config.block_size, target.device)
-    host_storage = _host_storage(config, layout, is_pinned=target.device.type == "cuda")
-    drafter = drafter_type(target, modules, storage, config.draft_vocab_size) if modules is not None else None
-    runner = ModelRunner(target, drafter, storage, host_storage, greedy_drafts=config.draft_sampling == "greedy")
+    host_storage = _host_storage(layout, size, is_pinned=target.device.type == "cuda")
+    runner = make_runner(storage, host_storage)
     cache = CacheManager(
         layout,
         size.num_blocks,
@@ -61,11 +66,26 @@ def build_engine(
         config.max_num_seqs, config.max_num_batched_tokens, len(module_shapes), config.scheduling_policy
     )
     limits = EngineLimits(target.vocab_size, size.max_model_len, max_depth, loaded.eos_token_ids)
-    return Engine(runner, Scheduler(cache, scheduler_limits), cache, limits, kept)
+    return Engine(runner, Scheduler(cache, scheduler_limits), cache, limits, size, kept)
+
+
+def _cache_size(
+    demand: CacheDemand, make_runner: Callable[[CacheStorage], ModelRunner], device: torch.device
+) -> CacheSize:
+    """As the settings say; where they say nothing, and on a GPU, from the memory that the largest steps leave."""
+    config = demand.config
+    if config.num_blocks is not None or config.kv_cache_memory_bytes is not None:
+        return size_cache(demand, config.kv_cache_memory_bytes)
+    if device.type != "cuda":
+        return size_cache(demand, CPU_CACHE_BYTES)
+    utilization = config.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
+    without_steps = size_cache(demand, measure_memory(device).cache_bytes(utilization))
+    profile = profile_memory(make_runner, demand, without_steps, device)
+    return size_cache(demand, profile.cache_bytes(utilization))
 
 
 def _storage(
-    layout: CacheLayout, num_blocks: tuple[int, ...], block_size: int, device: torch.device, *, pin: bool = False
+    layout: CacheLayout, num_blocks: Sequence[int], block_size: int, device: torch.device, *, pin: bool = False
 ) -> CacheStorage:
     try:
         return CacheStorage(layout, num_blocks, block_size, device, pin=pin)
@@ -73,19 +93,15 @@ def _storage(
         num_bytes = sum(layout.bytes_per_token(group) * block_size * count for group, count in enumerate(num_blocks))
         raise ConfigError(
             f"there is no memory for a cache of {max(num_blocks)} blocks, {num_bytes} bytes on {device.type}: "
-            f"lower num_blocks, kv_cache_memory_bytes or cpu_cache_gib"
+            f"lower num_blocks, kv_cache_memory_bytes, gpu_memory_utilization or cpu_cache_gib"
         ) from error
 
 
-def _host_storage(config: EngineConfig, layout: CacheLayout, *, is_pinned: bool) -> CacheStorage | None:
-    """Room on the host for as many whole blocks, of all groups, as cpu_cache_gib holds; none if it is 0."""
-    if not config.cpu_cache_gib:
+def _host_storage(layout: CacheLayout, size: CacheSize, *, is_pinned: bool) -> CacheStorage | None:
+    if not size.num_host_blocks:
         return None
-    bytes_per_block = layout.bytes_per_token() * config.block_size
-    num_blocks = int(config.cpu_cache_gib * GIB) // bytes_per_block
-    if num_blocks < 2:
-        raise ConfigError(f"cpu_cache_gib={config.cpu_cache_gib} is less than two blocks of {bytes_per_block} bytes")
-    return _storage(layout, (num_blocks,) * len(layout.groups), config.block_size, torch.device("cpu"), pin=is_pinned)
+    num_blocks = (size.num_host_blocks,) * len(layout.groups)
+    return _storage(layout, num_blocks, size.block_size, torch.device("cpu"), pin=is_pinned)
 
 
 def _kept_cache(directory: Path, loaded: LoadedModel, layout: CacheLayout, block_size: int) -> KeptCache:

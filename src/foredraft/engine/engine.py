@@ -14,6 +14,7 @@ from foredraft.cache.snapshot import Signature
 from foredraft.errors import ForedraftError, RequestError
 from foredraft.exactness import ExactRows
 from foredraft.request import Request
+from foredraft.runner.memory import CacheSize
 from foredraft.runner.model_runner import ModelRunner
 from foredraft.sampling_params import MAX_SEED, SamplingParams
 from foredraft.scheduler.scheduler import Committed, Scheduler
@@ -53,15 +54,19 @@ class Engine:
         scheduler: Scheduler,
         cache: CacheManager,
         limits: EngineLimits,
+        cache_size: CacheSize,
         kept: KeptCache | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
         self.cache = cache
         self.limits = limits
+        self.cache_size = cache_size
         self._kept = kept
         self.stats = EngineStats()
         self._num_arrivals = 0
+        self._is_stepping = False
+        self._aborted_within_step: list[str] = []
 
     @property
     def has_unfinished(self) -> bool:
@@ -81,7 +86,13 @@ class Engine:
         return request
 
     def abort(self, request_id: str) -> Request | None:
-        """End a request now and free what it holds; None if it has ended already."""
+        """End a request now and free what it holds; None if it has ended already.
+
+        Within a step (the garbage collector may close a stream at any moment) it ends with the step.
+        """
+        if self._is_stepping:
+            self._aborted_within_step.append(request_id)
+            return None
         request = self.scheduler.abort(request_id)
         if request is not None:
             self._close(request)
@@ -96,6 +107,15 @@ class Engine:
 
     def step(self) -> list[Committed]:
         """Run one step and return what it added to which requests. A failure ends all requests and is raised."""
+        self._is_stepping = True
+        try:
+            return self._step()
+        finally:
+            self._is_stepping = False
+            while self._aborted_within_step:
+                self.abort(self._aborted_within_step.pop())
+
+    def _step(self) -> list[Committed]:
         started = time.perf_counter()
         before = self._scheduler_counts()
         try:
@@ -103,12 +123,11 @@ class Engine:
             if not plan.requests:
                 raise RuntimeError(f"no request can proceed: {self.scheduler.unfinished_ids}")
             result = self.runner.execute(plan)
-        except BaseException:
-            for request_id in self.scheduler.unfinished_ids:
-                self.abort(request_id)
-            self.reset_prefix_cache()  # copies of blocks that the step should have made may be missing
+            committed = self.scheduler.commit(plan, result)
+        except BaseException:  # whatever was in the middle of a change: nothing of it stays
+            for request in self.scheduler.abandon():
+                self._close(request)
             raise
-        committed = self.scheduler.commit(plan, result)
         for update in committed:
             self.stats.num_generated_tokens += len(update.token_ids)
             if update.request.finish_reason is not None:

@@ -19,6 +19,7 @@ from foredraft.models.builtin import builtin_checkpoint, builtin_mtp_directory
 from foredraft.models.loader import CheckpointInfo, inspect_checkpoint, load_checkpoint
 from foredraft.outputs import RequestOutput, StreamChunk
 from foredraft.request import Request
+from foredraft.runner.memory import CacheSize
 from foredraft.sampling_params import SamplingParams
 from foredraft.scheduler.scheduler import Committed
 from foredraft.statistics import EngineStats
@@ -44,6 +45,7 @@ class LLM:
         self.config = config
         self.info = info
         self.device = _device(config.device)
+        config.check_device(self.device.type)
         self.dtype = _dtype(config, info, self.device)
         num_modules = min(depth, info.num_mtp_modules)
         loaded = load_checkpoint(path, mtp, num_modules=num_modules, dtype=self.dtype, device=self.device)
@@ -66,6 +68,11 @@ class LLM:
     def stats(self) -> EngineStats:
         """Totals since the start or the last `reset_stats`."""
         return self.engine.stats
+
+    @property
+    def cache_size(self) -> CacheSize:
+        """How many tokens the cache holds, and the blocks and bytes of each of its groups."""
+        return self.engine.cache_size
 
     def reset_stats(self) -> None:
         self.engine.stats = EngineStats()

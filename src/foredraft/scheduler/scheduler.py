@@ -249,6 +249,7 @@ class Scheduler:
             params=request.params,
             seed=request.seed,
             stop_token_ids=request.stop_token_ids,
+            arrival=request.arrival,
         )
 
     def _window_plan(self, request: Request, share: _Share) -> WindowPlan | None:
@@ -272,7 +273,7 @@ class Scheduler:
         committed = []
         for request_plan, outcome in zip(plan.requests, result.requests):
             request = self._requests.get(request_plan.request_id)
-            if request is None:
+            if request is None or request.arrival != request_plan.arrival:
                 continue
             if request_plan.is_sampling:
                 committed.append(self._commit_tokens(request, request_plan, outcome))
