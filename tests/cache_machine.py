@@ -25,6 +25,7 @@ from foredraft.cache.block_tables import RowDemand
 from foredraft.cache.prefix_index import CachedBlock
 from foredraft.cache.prefix_match import PrefixMatch
 from foredraft.config import EngineConfig, SchedulingPolicy
+from foredraft.exactness import ExactRows
 from foredraft.plan import BlockCopy, StepPlan
 from foredraft.request import Request, RequestStatus
 from foredraft.sampling_params import SamplingParams
@@ -74,6 +75,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.num_added = 0
         self.parts: dict[PartName, Part] = {}
         self.earlier: list[Request] = []  # whose rows may be cached, latest last
+        self.unpublished: set[str] = set()  # running requests from before a reset, whose rows are not to be found
         self.build()
 
     def build(self) -> None:
@@ -129,6 +131,7 @@ class CacheMachine(RuleBasedStateMachine):
         others = [
             common_blocks(request.token_ids, other.token_ids) for other in known if not (is_first and other is request)
         ]
+        self.unpublished.discard(request.request_id)
         assert match.num_rows % BLOCK == 0
         assert match.num_module_rows <= match.num_rows <= max(others, default=0), "more is found than was left"
         self.happened.update(
@@ -246,12 +249,18 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running())
     @rule(index=st.integers(0, 3))
     def preempt(self, index: int) -> None:
-        self.engine.scheduler.preempt(self.running()[index % len(self.running())])
+        request = self.running()[index % len(self.running())]
+        left = request.num_computed_tokens, request.exact
+        self.engine.scheduler.preempt(request)
+        self.check_left(request, *left)
 
     @precondition(lambda self: self.requests())
     @rule(index=st.integers(0, 4))
     def abort(self, index: int) -> None:
-        self.engine.abort(self.requests()[index % len(self.requests())].request_id)
+        request = self.requests()[index % len(self.requests())]
+        left = request.num_computed_tokens, request.exact
+        self.engine.abort(request.request_id)
+        self.check_left(request, *left)
 
     @rule()
     def reset(self) -> None:
@@ -261,6 +270,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert not any(content for pool in self.engine.cache.pools for content in pool.contents)
         self.parts.clear()
         self.earlier = self.requests()
+        self.unpublished = {request.request_id for request in self.running()}
 
     @precondition(lambda self: self.directory is not None)
     @rule()
@@ -338,6 +348,16 @@ class CacheMachine(RuleBasedStateMachine):
         for ours, theirs in zip(tensors, expected):
             difference = (ours - theirs[len(path) - BLOCK : len(path)]).abs().max()
             assert difference <= 1e-5 * theirs[: len(path)].abs().max(), f"a wrong row is published: {name}"
+
+    def check_left(self, request: Request, num_rows: int, exact: ExactRows) -> None:
+        """All full blocks of a request that gives its own back are there to be found. (With sliding windows, what is
+        left depends on where in a block it was.)"""
+        cache, salt = self.engine.cache, request.params.cache_salt
+        if cache.layout.has_windows or request.request_id in self.unpublished:
+            return
+        assert cache.match(request.token_ids, salt, 0).num_rows >= num_rows // BLOCK * BLOCK, "target rows are lost"
+        num_exact = exact.num_exact_rows[0] // BLOCK * BLOCK
+        assert cache.match(request.token_ids, salt, 1).num_module_rows >= num_exact, "module rows are lost"
 
     def check_counts(self) -> None:
         for request in self.earlier:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import edit_config, tiny_llama
+from tiny_models import edit_config, tiny_llama, tiny_mistral
 from torch import Tensor, nn
 
 from foredraft import LLM, SamplingParams
@@ -171,14 +171,22 @@ def exchange_mtp(checkpoint: Path, other: Path) -> dict[str, Any]:
     return {"mtp": other / "mtp.safetensors"}
 
 
-def change_a_module_weight(checkpoint: Path, other: Path) -> dict[str, Any]:
-    path = checkpoint / "mtp.safetensors"
-    tensors = load_file(path)
-    name = min(name for name in tensors if name.startswith("layers.1"))
+def change_a_weight(file: Path, part: str) -> None:
+    tensors = load_file(file)
+    name = next(name for name in sorted(tensors) if part in name)
     tensors[name] = tensors[name].clone()
     tensors[name].view(-1)[0] += 1
-    path.unlink()
-    save_file(tensors, path)
+    file.unlink()  # `tensors` are mapped from it
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def change_a_target_weight(checkpoint: Path, other: Path) -> dict[str, Any]:
+    change_a_weight(checkpoint / "model.safetensors", "layers.1.mlp")
+    return {}
+
+
+def change_a_module_weight(checkpoint: Path, other: Path) -> dict[str, Any]:
+    change_a_weight(checkpoint / "mtp.safetensors", "layers.1")
     return {}
 
 
@@ -201,6 +209,7 @@ def change_norm(checkpoint: Path, other: Path) -> dict[str, Any]:
 CHANGES: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
     "other weights": lambda checkpoint, other: {"model": other},
     "other MTP weights": exchange_mtp,
+    "one other weight": change_a_target_weight,
     "one other MTP weight": change_a_module_weight,
     "other dtype": lambda checkpoint, other: {"dtype": "bfloat16"},
     "other block size": lambda checkpoint, other: {"block_size": 8},
@@ -225,6 +234,18 @@ def test_another_model_or_layout_finds_nothing_and_leaves_what_is_there(
     num_cached = len(PROMPT) // settings.get("block_size", 4) * settings.get("block_size", 4)
     assert one_session(path, directory, **settings) == (alone, num_cached)
     assert one_session(checkpoint, directory) == (expected, NUM_CACHED)
+
+
+def test_another_window_finds_nothing(directory: Path, tmp_path: Path) -> None:
+    """All weights and widths are the same."""
+    wide = tiny_mistral(tmp_path / "wide", sliding_window=16)
+    narrow = Path(shutil.copytree(wide, tmp_path / "narrow"))
+    edit_config(narrow, sliding_window=4)
+    settings = {"max_num_batched_tokens": 32}
+    expected, _ = one_session(wide, directory, **settings)
+    alone, _ = one_session(narrow, None, **settings)
+    assert one_session(narrow, directory, **settings) == (alone, 0)
+    assert one_session(wide, directory, **settings) == (expected, NUM_CACHED)
 
 
 def test_a_copy_of_the_checkpoint_elsewhere_finds_all(checkpoint: Path, directory: Path, tmp_path: Path) -> None:

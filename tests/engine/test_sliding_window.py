@@ -23,6 +23,7 @@ NUM_NEW_TOKENS = 12
 KINDS: dict[str, Callable[..., Path]] = {
     "full and sliding, sliding modules": tiny_alternating,
     "sliding and full, full modules": partial(tiny_alternating, is_sliding_last=False),
+    "a window of one row": partial(tiny_mistral, num_modules=3, sliding_window=1),
     "sliding only": partial(tiny_mistral, num_modules=3, sliding_window=WINDOW),
 }
 

@@ -72,9 +72,10 @@ class CacheManager:
         origin = match.module_origin // self.block_size
         tables.num_shared_module_blocks = max(origin, match.num_module_rows // self.block_size)
         for group in groups:
-            begin = origin if group in self.layout.module_groups else 0
-            tables.first[group] = min(found[group], default=begin)
-            tables.blocks[group] = [RESERVED_BLOCK] * (max(found[group], default=begin - 1) + 1)
+            is_module = group in self.layout.module_groups
+            num_rows, begin = (match.num_module_rows, origin) if is_module else (match.num_rows, 0)
+            tables.first[group] = max(begin, self._first_block(group, num_rows))
+            tables.blocks[group] = [RESERVED_BLOCK] * max(begin, num_rows // self.block_size)
             on_device = [part.block for part in found[group].values() if part.block is not None]
             num_wanted = len(found[group]) - sum(not self.pools[group].is_free(block) for block in on_device)
             if num_wanted + self._num_missing(tables, group, demand) > self.pools[group].num_free_blocks:
@@ -228,13 +229,13 @@ class CacheManager:
 
     def _publish_modules(self, tables: BlockTables, token_ids: Sequence[int], exact: ExactRows, depth: int) -> None:
         size = self.block_size
-        # Where modules began in the middle of a sequence, their first rows could not see all of their windows.
-        first_exact = exact.origin + (self.layout.rebuild_rows[-1] or 0) if exact.origin else 0
         num_blocks = min(exact.num_exact_rows[depth - 1] // size, len(tables.nodes))
         for index in range(tables.num_shared_module_blocks, num_blocks):
             end = (index + 1) * size
-            if index * size >= first_exact:
-                following = tuple(token_ids[end : end + sum(count >= end for count in exact.num_exact_rows)])
+            num_modules = sum(count >= end for count in exact.num_exact_rows)
+            # Where modules began in the middle of a sequence, their first rows could not see all of their windows.
+            if not exact.origin or index * size >= exact.origin + (self.layout.rebuild_rows[num_modules] or 0):
+                following = tuple(token_ids[end : end + num_modules])
                 for group in self.layout.module_groups:
                     self._offer(tables, group, index, (group, following))
             tables.num_shared_module_blocks = index + 1
