@@ -71,7 +71,11 @@ class ExactRows(NamedTuple):
 
     def after_draft(self, num_tokens: int, num_computed_tokens: int, depth: int) -> ExactRows:
         """Modules 1..depth have run up to row c-1 and have drafted; a row that holds a draft is not exact yet."""
-        rows = self._raised(depth, num_computed_tokens, num_tokens)
+        c = num_computed_tokens
+        if c == num_tokens - 1 and depth <= c:  # decoding: n-k, which no count exceeds
+            rows = (*range(c, c - depth, -1), *self.num_exact_rows[depth:])
+        else:
+            rows = self._raised(depth, c, num_tokens)
         return self._with(rows, DraftCycle(num_tokens, num_computed_tokens, depth))
 
     def after_verify(self, num_accepted: int) -> ExactRows:
@@ -84,6 +88,22 @@ class ExactRows(NamedTuple):
         cycle = self.cycle
         num_known = cycle.num_tokens + num_accepted
         return self._with(self._raised(cycle.depth, cycle.num_computed_tokens, num_known), None)
+
+    def after_cycle(
+        self, num_accepted: int, num_tokens: int, num_computed_tokens: int, depth: int
+    ) -> tuple[int, ExactRows]:
+        """`after_verify` and then `after_draft`, which every decode step does; and the window's start between them.
+
+        Unless fewer modules draft than before, the second raises all counts at least as far as the first.
+        """
+        cycle = self.cycle
+        if cycle is not None and cycle.depth > depth:
+            verified = self.after_verify(num_accepted)
+            return verified.window_start(depth), verified.after_draft(num_tokens, num_computed_tokens, depth)
+        start = self.num_exact_rows[depth - 1]
+        if cycle is not None and cycle.depth == depth:
+            start = max(start, min(cycle.num_computed_tokens, cycle.num_tokens + num_accepted - depth))
+        return start, self.after_draft(num_tokens, num_computed_tokens, depth)
 
     def _raised(self, depth: int, end: int, num_tokens: int) -> tuple[int, ...]:
         raised = list(self.num_exact_rows)

@@ -22,6 +22,8 @@ def first_stop(
 
     num_tokens: tokens committed before them. What comes first in the sequence wins; a stop token is kept.
     """
+    if num_tokens + len(new_token_ids) < max_total_tokens and stop_token_ids.isdisjoint(new_token_ids):
+        return len(new_token_ids), None  # nearly every step
     for index, token_id in enumerate(new_token_ids):
         if token_id in stop_token_ids:
             return index + 1, FinishReason.STOP

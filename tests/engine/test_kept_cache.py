@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,13 @@ def test_what_was_reset_is_not_saved(checkpoint: Path, directory: Path) -> None:
         answer(llm)
         llm.reset_prefix_cache()
     assert one_session(checkpoint, directory)[1] == 0
+
+
+def test_token_ids_of_another_kind_of_integer_are_saved_as_well(checkpoint: Path, directory: Path) -> None:
+    kind = IntEnum("Token", [f"t{token_id}" for token_id in range(64)], start=0)  # type: ignore[misc]
+    with open_llm(checkpoint, directory) as llm:
+        expected, _ = answer(llm, [kind(token_id) for token_id in PROMPT])
+    assert one_session(checkpoint, directory) == (expected, NUM_CACHED)
 
 
 @pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])

@@ -164,6 +164,7 @@ class Engine:
     def _build_request(self, request_id: str, prompt: tuple[int, ...], params: SamplingParams) -> Request:
         limits = self.limits
         self._check_prompt(prompt)
+        prompt = tuple(map(int, prompt))  # other kinds of integers, such as those of an IntEnum
         depth = limits.max_depth if params.num_speculative_tokens is None else params.num_speculative_tokens
         self._check_depth(depth)
         for token_id in params.stop_token_ids:

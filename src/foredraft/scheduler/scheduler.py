@@ -258,13 +258,8 @@ class Scheduler:
             return None
         start = request.exact.window_start(num_passes)
         known = request.num_tokens if share.is_sampling else share.end + num_passes
-        return WindowPlan(
-            start=start,
-            end=share.end,
-            token_ids=tuple(request.token_ids[start + 1 : known]),
-            exact=request.exact,
-            depth=share.depth if share.is_sampling else num_passes,
-        )
+        depth = share.depth if share.is_sampling else num_passes
+        return WindowPlan(start, share.end, tuple(request.token_ids[start + 1 : known]), request.exact, depth)
 
     # -- committing --------------------------------------------------------------------------------------------------
 
@@ -303,12 +298,15 @@ class Scheduler:
         request.token_depths += committed.token_depths
         # Rows of accepted drafts are computed, the one of the target's own token is not.
         request.num_computed_tokens = min(request.num_tokens, plan.num_tokens + num_accepted)
-        request.exact = request.exact.after_verify(min(num_accepted, kept))
         request.draft_token_ids = outcome.draft_token_ids
         if outcome.draft_token_ids and plan.window is not None:
             depth = min(len(outcome.draft_token_ids), self._limits.num_modules)
-            request.stats.num_rebuilt_rows += plan.first_row - request.exact.window_start(depth)
-            request.exact = request.exact.after_draft(request.num_tokens, request.num_computed_tokens, depth)
+            start, request.exact = request.exact.after_cycle(
+                num_accepted, request.num_tokens, request.num_computed_tokens, depth
+            )
+            request.stats.num_rebuilt_rows += plan.first_row - start
+        else:
+            request.exact = request.exact.after_verify(min(num_accepted, kept))
         if reason is not None:
             self._finish(request, reason)
         return committed
