@@ -82,7 +82,7 @@ class Cold:
         return self._rows[token_ids]
 
     def _prefill(self, token_ids: tuple[int, ...]) -> list[list[Tensor]]:
-        request = self.engine.add_request("prefill", token_ids, SamplingParams(max_tokens=8, ignore_eos=True))
+        request = self.engine.add_request("prefill", token_ids, SamplingParams(max_tokens=24, ignore_eos=True))
         plan = self.engine.scheduler.plan()
         self.engine.scheduler.commit(plan, self.engine.runner.execute(plan))
         assert request.num_computed_tokens == len(token_ids)

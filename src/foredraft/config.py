@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from foredraft.errors import ConfigError
 
+MAX_SETTING = 2**48
+MAX_CPU_CACHE_GIB = 2**18
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DRAFT_SAMPLING = ("probabilistic", "greedy")
 SchedulingPolicy = Literal["fcfs", "priority"]
@@ -44,7 +45,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("model", "mtp", "cache_dir"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, str | Path):
+            if value is not None and (not isinstance(value, str | Path) or value == ""):
                 raise ConfigError(f"{name} must be a path or a name, not {value!r}")
         if not isinstance(self.device, str):
             raise ConfigError(f"device must be text such as cpu or cuda:0, not {self.device!r}")
@@ -74,8 +75,8 @@ class EngineConfig:
 
     def _check_host_cache(self) -> None:
         size = self.cpu_cache_gib
-        if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < math.inf:
-            raise ConfigError(f"cpu_cache_gib must be a finite number that is not negative, not {size!r}")
+        if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size <= MAX_CPU_CACHE_GIB:
+            raise ConfigError(f"cpu_cache_gib must be a number from 0 to {MAX_CPU_CACHE_GIB}, not {size!r:.40}")
         if size and not self.enable_prefix_caching:
             raise ConfigError("cpu_cache_gib needs enable_prefix_caching: it keeps blocks that requests share")
         if self.cache_dir is not None and not size:
@@ -112,3 +113,5 @@ def _at_least(name: str, value: object, low: int) -> None:
         raise ConfigError(f"{name} must be an integer, not {value!r}")
     if value < low:
         raise ConfigError(f"{name} must be at least {low}, not {value}")
+    if value > MAX_SETTING:
+        raise ConfigError(f"{name} must be at most {MAX_SETTING}, not {value:.3e}")

@@ -70,8 +70,8 @@ def num_wanted(cache: CacheManager, match: PrefixMatch, demand: RowDemand, group
     )
     keeps_all = cache.layout.groups[group].retention is None
     rows = [demand.target_end, demand.target_total, demand.module_end, demand.module_total][2 * is_module + keeps_all]
-    last_found = max(parts[group], default=-1)
-    num_fresh = max(0, -(-rows // cache.block_size) - last_found - 1)
+    num_matched = match.num_module_rows if is_module else match.num_rows
+    num_fresh = max(0, -(-rows // cache.block_size) - num_matched // cache.block_size)
     is_held = [part.block is not None and not cache.pools[group].is_free(part.block) for part in parts[group].values()]
     return num_fresh + len(is_held) - sum(is_held)
 

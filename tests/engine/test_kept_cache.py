@@ -315,7 +315,7 @@ def test_settings_that_do_not_fit_are_refused(checkpoint: Path, directory: Path)
         open_llm(checkpoint, directory, cpu_cache_gib=1e-7)
     with pytest.raises(ConfigError, match="cpu_cache_gib needs enable_prefix_caching"):
         open_llm(checkpoint, directory, enable_prefix_caching=False)
-    with pytest.raises(ConfigError, match="cpu_cache_gib must be a finite number"):
+    with pytest.raises(ConfigError, match="cpu_cache_gib must be a number from 0 to 262144"):
         open_llm(checkpoint, directory, cpu_cache_gib=-1.0)
     with pytest.raises(ConfigError, match="cache_dir must be a path"):
         open_llm(checkpoint, None, cache_dir=3)

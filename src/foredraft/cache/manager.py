@@ -365,11 +365,12 @@ class CacheManager:
         parts = [part for node in self._index.nodes() for part in node.parts.values()]
         assert all(part.block is not None or part.host_block is not None for part in parts), "a part is nowhere"
         for group, pool in enumerate(self.pools):
-            self._check_contents(pool, {part.block: part for part in parts if part.group == group and part.block})
+            self._check_contents(pool, [(part.block, part) for part in parts if part.group == group and part.block])
         for group, host in enumerate(self._host_pools):
-            self._check_contents(host, {p.host_block: p for p in parts if p.group == group and p.host_block})
+            self._check_contents(host, [(p.host_block, p) for p in parts if p.group == group and p.host_block])
 
     @staticmethod
-    def _check_contents(pool: BlockPool[CachedBlock], parts: dict[int | None, CachedBlock]) -> None:
+    def _check_contents(pool: BlockPool[CachedBlock], parts: list[tuple[int, CachedBlock]]) -> None:
         contents = {block: part for block, part in enumerate(pool.contents) if part is not None}
-        assert contents == parts, "the index and the pool disagree about what a block holds"
+        assert contents == dict(parts), "the index and the pool disagree about what a block holds"
+        assert len(contents) == len(parts), "two parts are said to lie in one block"

@@ -36,6 +36,7 @@ FORMAT_VERSION = 1
 SHARD_BYTES = 64 << 20  # rows in a shard; a larger node has one to itself
 SHARD_NODES = 4096
 MAX_MANIFEST_BYTES = 64 << 20
+LOCK_SECONDS = 60.0  # another save takes less, unless its process hangs
 
 logger = logging.getLogger(__name__)
 
@@ -86,12 +87,13 @@ def save_snapshot(directory: Path, signature: Signature, nodes: Iterable[SavedNo
     Takes one shard of `nodes` into memory at a time, and copies the rows of a node before it asks for the next. `nodes`
     may be a `load_snapshot` of the same files. Waits for another save of this signature to end; the last one wins.
 
-    Raises OSError if the directory cannot be made or written, ValueError for a node that breaks its contract, and what
-    `nodes` raises. The snapshot that was there before is kept then, and what was written of the new one is deleted.
+    Raises OSError if the directory cannot be made or written (or locked, within LOCK_SECONDS), ValueError for a node
+    that breaks its contract, and what `nodes` raises. The snapshot that was there before is kept then, and what was
+    written of the new one is deleted.
     """
     directory.mkdir(parents=True, exist_ok=True)
     files = _Files.of(directory, signature)
-    with FileLock(files.lock):
+    with FileLock(files.lock, timeout=LOCK_SECONDS):
         before = _generation(files, signature)
         try:
             num_nodes = _write_generation(files, signature, nodes)

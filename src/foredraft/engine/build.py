@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 
@@ -49,7 +50,7 @@ def build_engine(
     demand = CacheDemand(config, layout, max_depth, loaded.info.max_position_embeddings)
     size = _cache_size(demand, make_runner, target.device)
     storage = _storage(layout, size.num_blocks, config.block_size, target.device)
-    host_storage = _host_storage(layout, size, is_pinned=target.device.type == "cuda")
+    host_storage = _host_storage(layout, size)
     runner = make_runner(storage, host_storage)
     cache = CacheManager(
         layout,
@@ -85,30 +86,34 @@ def _cache_size(
 
 
 def _storage(
-    layout: CacheLayout, num_blocks: Sequence[int], block_size: int, device: torch.device, *, pin: bool = False
+    layout: CacheLayout, num_blocks: Sequence[int], block_size: int, device: torch.device, *, is_host: bool = False
 ) -> CacheStorage:
+    """Tensors for the blocks; is_host: those on the host, pinned where there is a GPU."""
     try:
-        return CacheStorage(layout, num_blocks, block_size, device, pin=pin)
-    except RuntimeError as error:
+        return CacheStorage(layout, num_blocks, block_size, device, pin=is_host and torch.cuda.is_available())
+    except (RuntimeError, TypeError) as error:  # torch has a TypeError for sizes beyond 64 bits
         num_bytes = sum(layout.bytes_per_token(group) * block_size * count for group, count in enumerate(num_blocks))
         raise ConfigError(
-            f"there is no memory for a cache of {max(num_blocks)} blocks, {num_bytes} bytes on {device.type}: "
-            f"lower num_blocks, kv_cache_memory_bytes, gpu_memory_utilization or cpu_cache_gib"
+            f"there is no memory for a cache of {max(num_blocks)} blocks, {num_bytes} bytes, on {device.type}: "
+            f"lower {'cpu_cache_gib' if is_host else 'num_blocks, kv_cache_memory_bytes or gpu_memory_utilization'}"
         ) from error
 
 
-def _host_storage(layout: CacheLayout, size: CacheSize, *, is_pinned: bool) -> CacheStorage | None:
+def _host_storage(layout: CacheLayout, size: CacheSize) -> CacheStorage | None:
     if not size.num_host_blocks:
         return None
     num_blocks = (size.num_host_blocks,) * len(layout.groups)
-    return _storage(layout, num_blocks, size.block_size, torch.device("cpu"), pin=is_pinned)
+    return _storage(layout, num_blocks, size.block_size, torch.device("cpu"), is_host=True)
 
 
 def _kept_cache(directory: Path, loaded: LoadedModel, layout: CacheLayout, block_size: int) -> KeptCache:
     try:
+        directory = directory.absolute()  # it stays where it is, whatever the process does with its own
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cache_dir {directory} cannot be made: {error}") from error
+        with TemporaryFile(dir=directory):
+            pass
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cache_dir={str(directory)!r} cannot be written: {error}") from error
     signature = Signature(
         model=fingerprint(loaded.target),
         mtp=fingerprint(loaded.mtp) if loaded.mtp is not None else "",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from foredraft.cache.manager import CacheManager
-from foredraft.cache.persistence import save_cache
+from foredraft.cache.persistence import load_cache, save_cache
 from foredraft.cache.snapshot import Signature
 from foredraft.errors import ForedraftError, RequestError
 from foredraft.exactness import ExactRows
@@ -67,6 +68,7 @@ class Engine:
         self._num_arrivals = 0
         self._is_stepping = False
         self._aborted_within_step: list[str] = []
+        self._has_lost_cache = False
 
     @property
     def has_unfinished(self) -> bool:
@@ -93,10 +95,28 @@ class Engine:
         if self._is_stepping:
             self._aborted_within_step.append(request_id)
             return None
-        request = self.scheduler.abort(request_id)
+        with self._whole():
+            request = self.scheduler.abort(request_id)
         if request is not None:
             self._close(request)
         return request
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """For changes to requests and blocks: one that is broken off, by Ctrl-C say, leaves nothing of any request."""
+        try:
+            yield
+        except BaseException:
+            self._has_lost_cache = True
+            try:
+                requests = self.scheduler.abandon()
+            except BaseException:  # Ctrl-C once more
+                requests = self.scheduler.abandon()
+                raise
+            finally:
+                for request in requests:
+                    self._close(request)
+            raise
 
     def set_num_speculative_tokens(self, request_id: str, num_speculative_tokens: int) -> None:
         """Change how many tokens a running request drafts a step; takes effect with the next step."""
@@ -118,16 +138,12 @@ class Engine:
     def _step(self) -> list[Committed]:
         started = time.perf_counter()
         before = self._scheduler_counts()
-        try:
+        with self._whole():
             plan = self.scheduler.plan()
             if not plan.requests:
                 raise RuntimeError(f"no request can proceed: {self.scheduler.unfinished_ids}")
             result = self.runner.execute(plan)
             committed = self.scheduler.commit(plan, result)
-        except BaseException:  # whatever was in the middle of a change: nothing of it stays
-            for request in self.scheduler.abandon():
-                self._close(request)
-            raise
         for update in committed:
             self.stats.num_generated_tokens += len(update.token_ids)
             if update.request.finish_reason is not None:
@@ -142,7 +158,8 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached rows; requests that run keep theirs."""
-        self.cache.reset()
+        with self._whole():
+            self.cache.reset()
 
     def close(self) -> None:
         """End all requests, and save the cache if the settings say so. Raises ForedraftError if it cannot be saved."""
@@ -150,11 +167,15 @@ class Engine:
             self.abort(request_id)
         if self._kept is None or self.runner.host_storage is None:
             return
-        self.cache.spill_cached()
+        with self._whole():
+            self.cache.spill_cached()
         self.runner.copy_blocks(self.cache.take_copies(), is_final=True)
+        place = self._kept.directory, self._kept.signature, self.cache, self.runner.host_storage
         try:
-            save_cache(self._kept.directory, self._kept.signature, self.cache, self.runner.host_storage)
-        except OSError as error:
+            if self._has_lost_cache:  # what was saved before is as good as ever
+                load_cache(*place)
+            save_cache(*place)
+        except (OSError, ValueError) as error:
             raise ForedraftError(f"cache_dir {self._kept.directory}: the cache cannot be saved: {error}") from error
 
     def _close(self, request: Request) -> None:

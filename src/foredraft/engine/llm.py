@@ -56,7 +56,12 @@ class LLM:
 
     def close(self) -> None:
         """End all requests and, with `cache_dir`, save the cache. `with LLM(...) as llm:` closes at its end."""
-        self.engine.close()
+        try:
+            self.engine.close()
+        finally:
+            for request in self._open.values():
+                request.notice_end()
+            self._open.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -171,6 +176,9 @@ class LLM:
 
     def _step(self) -> None:
         """Run one engine step for all open requests. A failure ends each of them with the error, and is raised."""
+        ended = [request for request in self._open.values() if request.notice_end()]
+        if ended:
+            return
         try:
             for update in self.engine.step():
                 if update.request.request_id in self._open:  # else its owner drives the engine by itself
@@ -228,6 +236,15 @@ class _OpenRequest:
             pieces += self._detokenizer.flush()
             self.output = self._build_output(self._request.finish_reason)
         self.chunks.append(StreamChunk(update.token_ids, tuple(pieces), self.output))
+
+    def notice_end(self) -> bool:
+        """Whether the request was ended by others than a step (`LLM.close`, `Engine.abort`), and nobody knows yet."""
+        reason = self._request.finish_reason
+        if reason is None or self.output is not None:
+            return False
+        self.output = self._build_output(reason)
+        self.chunks.append(StreamChunk((), (), self.output))
+        return True
 
     def fail(self, error: BaseException) -> None:
         """End here because the engine failed; what there is of the text stays."""

@@ -99,7 +99,10 @@ class Scheduler:
         return request
 
     def abandon(self) -> list[Request]:
-        """End all requests and forget all that is cached, after a failure in the middle of a step."""
+        """End all requests and forget all that is cached, after a failure in the middle of a change.
+
+        May be called again where it was itself broken off.
+        """
         requests = list(self._requests.values())
         for request in requests:
             request.status = RequestStatus.FINISHED
