@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from scripted import ScriptedDrafter
@@ -81,6 +82,23 @@ class Checkpoint:
     def load(cls, directory: Path, num_modules: int) -> Checkpoint:
         loaded = load_checkpoint(directory, dtype=torch.float32, device=torch.device("cpu"))
         return cls(loaded, Reference(directory, num_modules))
+
+
+Builders = dict[str, tuple[Callable[[Path], Path], int]]
+"""How tiny checkpoints are written, by kind, and how many modules each has."""
+
+
+def checkpoints_of(builders: Builders, factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+    """Get a tiny random checkpoint by its kind; each is written and loaded once."""
+    made: dict[str, Checkpoint] = {}
+
+    def get(kind: str) -> Checkpoint:
+        if kind not in made:
+            build, num_modules = builders[kind]
+            made[kind] = Checkpoint.load(build(factory.mktemp("model")), num_modules)
+        return made[kind]
+
+    return get
 
 
 class RecordingDrafter(ScriptedDrafter):

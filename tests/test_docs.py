@@ -41,15 +41,6 @@ MTP = PAGES["mtp.md"]
 Table = list[list[str]]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors only wait for a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # -- the worked examples ---------------------------------------------------------------------------------------------
 #
 # A comment `replay` in the page begins an example and says how to run it: `steps=K4,K0a1` is one step that drafts four

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tiny_models import tiny_llama
 
 from foredraft import LLM
@@ -35,15 +34,6 @@ TEXT = [(7 * index + 3) % 50 for index in range(20)]
 NOTHING, PREFIX, WHOLE = CASES
 
 Load = Callable[..., LLM]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors only wait for a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

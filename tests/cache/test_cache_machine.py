@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from cache_machine import BLOCK, CacheMachine
 from cold import BUILDERS, MAX_LEN, MAX_NEW_TOKENS
 from hypothesis import HealthCheck, settings
@@ -57,15 +56,6 @@ EVENTS_OF_KIND = {
     "mixed": {"restarted at an origin", "deeper module hit"},
     "glm4_moe": set[str](),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors only wait for a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def machine_of(kind: str) -> type[CacheMachine]:

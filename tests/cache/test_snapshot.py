@@ -33,15 +33,6 @@ SALTS = (None, "", "x", "\N{SNOWMAN}\ud800")
 Plain = tuple[str | None, int, tuple[int, ...], tuple[tuple[int, tuple[int, ...], bytes], ...]]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from threads, and on a busy machine wait for them."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
 def plain(nodes: Sequence[SavedNode]) -> list[Plain]:
     """The nodes as values that compare by content."""
     return [

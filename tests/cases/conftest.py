@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
-import torch
-from reference import Checkpoint
+from reference import Builders, Checkpoint, checkpoints_of
 from tiny_models import tiny_glm4_moe, tiny_llama, tiny_mistral, tiny_qwen2
 
-BUILDERS: dict[str, tuple[Callable[[Path], Path], int]] = {
+BUILDERS: Builders = {
     "llama": (lambda path: tiny_llama(path, num_modules=3), 3),
     "glm4_moe": (lambda path: tiny_glm4_moe(path, mtp_names="beside"), 1),
     "mistral": (lambda path: tiny_mistral(path, num_modules=3, sliding_window=8), 3),
@@ -22,27 +20,10 @@ KINDS = ("llama", "glm4_moe", "mistral")
 """Modules one after the other, one module for all drafts, sliding windows in all layers; each drafts up to three."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny tensors only wait for a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
-    """Get a tiny random checkpoint by its kind; each is written and loaded once."""
-    made: dict[str, Checkpoint] = {}
-
-    def get(kind: str) -> Checkpoint:
-        if kind not in made:
-            build, num_modules = BUILDERS[kind]
-            made[kind] = Checkpoint.load(build(tmp_path_factory.mktemp("model")), num_modules)
-        return made[kind]
-
-    return get
+    """A tiny random checkpoint by its kind."""
+    return checkpoints_of(BUILDERS, tmp_path_factory)
 
 
 @pytest.fixture(params=KINDS)

@@ -1,6 +1,5 @@
 """Filters and draws: equal to transformers' warpers, exact on ties, and each row by itself."""
 
-from collections.abc import Iterator
 from itertools import product
 
 import numpy as np
@@ -17,15 +16,6 @@ from foredraft.sampling.sampler import SamplingTensors, greedy, probabilities, s
 
 ALMOST_ONE = 1 - 2.0**-53  # the largest number a generator of 53 bits gives
 Params = tuple[float, int, float, int]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from threads, and on a busy machine wait for them."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def random_logits(num_rows: int, vocab_size: int, seed: int = 0, scale: float = 3.0) -> Tensor:

@@ -4,7 +4,7 @@ The toy models are tables: the next token's distribution given the last token, f
 differs from it. `generate` runs whole cycles of drafting and verifying with them, for many requests at once.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -25,15 +25,6 @@ MAX_DRAFTS = 3
 ALIKE, BIASED = 1e-3, 1e-6  # p-values: above the first the distributions agree, below the second they do not
 
 Verify = Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], Tensor]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from threads, and on a busy machine wait for them."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def table(seed: int, top_p: float = 1.0, temperature: float = 1.0) -> Tensor:
