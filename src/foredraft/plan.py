@@ -40,30 +40,51 @@ class WindowPlan(NamedTuple):
     depth: int
 
 
+@dataclass(frozen=True)
+class RequestTerms:
+    """What does not change while a request runs.
+
+    max_total_tokens: where its sequence ends at the latest. arrival tells it from another request to which its id was
+    given since.
+    """
+
+    request_id: str
+    params: SamplingParams
+    seed: int
+    max_total_tokens: int
+    stop_token_ids: frozenset[int]
+    arrival: int
+
+
 class RequestPlan(NamedTuple):
     """One request's share of a step.
 
     The target runs on rows first_row .. first_row + len(token_ids) - 1; the last num_draft_tokens of token_ids are
     pending drafts. `is_sampling` says that the rows reach the newest committed token, so that tokens are emitted.
     Without token_ids, all rows are cached, and the token follows from the newest row's hidden state (h0).
-    `arrival` tells it from another request to which its id was given since.
-    `num_tokens` is n before the step, `max_total_tokens` where the sequence ends at the latest.
-    blocks: a block table for each cache group.
+    num_tokens: n before the step. blocks: a block table for each cache group.
     """
 
-    request_id: str
+    terms: RequestTerms
     token_ids: tuple[int, ...]
     first_row: int
     num_draft_tokens: int
     num_tokens: int
-    max_total_tokens: int
     is_sampling: bool
     blocks: tuple[tuple[int, ...], ...]
     window: WindowPlan | None
-    params: SamplingParams
-    seed: int
-    stop_token_ids: frozenset[int]
-    arrival: int = 0
+
+    @property
+    def request_id(self) -> str:
+        return self.terms.request_id
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.terms.params
+
+    @property
+    def seed(self) -> int:
+        return self.terms.seed
 
 
 @dataclass(frozen=True)

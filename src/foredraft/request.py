@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from foredraft.exactness import ExactRows
+from foredraft.plan import RequestTerms
 from foredraft.sampling_params import SamplingParams
 from foredraft.statistics import SpeculationStats
 from foredraft.stopping import FinishReason
@@ -54,6 +55,9 @@ class Request:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         self.max_depth = self.depth
+        self.terms = RequestTerms(
+            self.request_id, self.params, self.seed, self.max_total_tokens, self.stop_token_ids, self.arrival
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -62,7 +66,7 @@ class Request:
     @property
     def num_pending_rows(self) -> int:
         """Rows that the target has yet to run on, pending drafts included."""
-        return self.num_tokens + len(self.draft_token_ids) - self.num_computed_tokens
+        return len(self.token_ids) + len(self.draft_token_ids) - self.num_computed_tokens
 
     @property
     def useful_depth(self) -> int:
@@ -73,7 +77,7 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """At most the newest token has not been through the target."""
-        return self.num_computed_tokens >= self.num_tokens - 1
+        return self.num_computed_tokens >= len(self.token_ids) - 1
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -210,10 +210,10 @@ class Simulation:
         first_draft = len(plan.token_ids) - plan.num_draft_tokens
         num_accepted = self.chance.randint(0, plan.num_draft_tokens)
         token_ids = (*plan.token_ids[first_draft : first_draft + num_accepted], *self.tokens(1))
-        kept, reason = first_stop(token_ids, plan.num_tokens, plan.max_total_tokens, plan.stop_token_ids)
+        kept, reason = first_stop(token_ids, plan.num_tokens, plan.terms.max_total_tokens, plan.terms.stop_token_ids)
         num_drafts = 0
         if plan.window is not None and reason is None:
-            num_drafts = max(0, min(plan.window.depth, plan.max_total_tokens - plan.num_tokens - kept - 1))
+            num_drafts = max(0, min(plan.window.depth, plan.terms.max_total_tokens - plan.num_tokens - kept - 1))
         return RequestResult(plan.request_id, token_ids, self.tokens(num_drafts))
 
     def finish(self, *, is_changing_depth: bool) -> None:

@@ -160,10 +160,10 @@ class ModelRunner:
         start, end, exact = planned.start, planned.end, planned.exact
         num_tokens, num_passes, num_drafts = plan.num_tokens, planned.depth, 0
         if plan.is_sampling:
-            kept, reason = first_stop(new_token_ids, num_tokens, plan.max_total_tokens, plan.stop_token_ids)
+            kept, reason = first_stop(new_token_ids, num_tokens, plan.terms.max_total_tokens, plan.terms.stop_token_ids)
             num_tokens += kept
             # A step emits up to drafts + 1 tokens: a draft that could not be used is not made.
-            num_drafts = num_passes = min(planned.depth, plan.max_total_tokens - num_tokens - 1)
+            num_drafts = num_passes = min(planned.depth, plan.terms.max_total_tokens - num_tokens - 1)
             end = num_tokens - 1
             if reason is not None or num_drafts <= 0:
                 return None

@@ -11,7 +11,7 @@ import torch
 from foredraft.cache.storage import CacheStorage
 from foredraft.errors import ConfigError
 from foredraft.exactness import ExactRows
-from foredraft.plan import RequestPlan, StepPlan, WindowPlan
+from foredraft.plan import RequestPlan, RequestTerms, StepPlan, WindowPlan
 from foredraft.runner.memory import CacheDemand, CacheSize, in_units
 from foredraft.runner.model_runner import ModelRunner
 from foredraft.sampling_params import SamplingParams
@@ -164,17 +164,13 @@ class _LargestSteps:
             depth=self.demand.max_depth,
         )
         return RequestPlan(
-            request_id=str(index),
+            terms=RequestTerms(str(index), _PARAMS, index, self._max_total_tokens, frozenset(), index),
             token_ids=token_ids,
             first_row=first_row,
             num_draft_tokens=num_draft_tokens,
             num_tokens=num_tokens,
-            max_total_tokens=self._max_total_tokens,
             is_sampling=True,
             blocks=((1,) * -(-self._max_total_tokens // self.demand.config.block_size),)
             * len(self.demand.layout.groups),
             window=window if self.demand.max_depth else None,
-            params=_PARAMS,
-            seed=index,
-            stop_token_ids=frozenset(),
         )

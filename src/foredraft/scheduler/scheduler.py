@@ -121,14 +121,17 @@ class Scheduler:
         planned: dict[str, RequestPlan] = {}
         budget = self._limits.max_num_batched_tokens
         preempted = self.num_preemptions
-        steady: list[tuple[Request, int, int]] = []
         others: list[tuple[Request, int, int]] = []
-        for request in self._running:
+        for request in tuple(self._running):
+            if request.status is not RequestStatus.RUNNING:  # it has just given way to one before it
+                continue
             depth = request.useful_depth
             num_lagging = self._upkeep.renew(request, self._num_passes(depth))
-            is_steady = request.is_decoding and not num_lagging
-            (steady if is_steady else others).append((request, depth, num_lagging))
-        for request, depth, num_lagging in (*steady, *others):
+            if num_lagging or not request.is_decoding:
+                others.append((request, depth, num_lagging))
+                continue
+            budget -= self._plan_request(request, self._share(request, depth, 0, budget), planned)
+        for request, depth, num_lagging in others:
             if request.status is RequestStatus.RUNNING:
                 share = self._share(request, depth, num_lagging, budget)
                 budget -= self._plan_request(request, share, planned)
@@ -198,6 +201,8 @@ class Scheduler:
     def _share(self, request: Request, depth: int, lagging: int, budget: int) -> _Share:
         """What a request may take of `budget` rows. Rows of its modules that lag behind come first."""
         computed, pending = request.num_computed_tokens, request.num_pending_rows
+        if pending <= budget and not lagging:
+            return _Share(pending, 0, True, computed + pending, depth)
         if lagging and lagging + (pending if request.is_decoding else 1) > budget:
             start = request.exact.window_start(self._num_passes(depth))
             num_rows = min(computed - start, budget)
@@ -240,19 +245,14 @@ class Scheduler:
         first, drafts = request.num_computed_tokens, request.draft_token_ids
         pending = (*request.token_ids[first:], *drafts)
         return RequestPlan(
-            request_id=request.request_id,
+            terms=request.terms,
             token_ids=pending[: share.num_target_rows],
             first_row=first,
             num_draft_tokens=len(drafts) if share.is_sampling else 0,
             num_tokens=request.num_tokens,
-            max_total_tokens=request.max_total_tokens,
             is_sampling=share.is_sampling,
             blocks=self._cache.block_tables(request.request_id),
             window=self._window_plan(request, share),
-            params=request.params,
-            seed=request.seed,
-            stop_token_ids=request.stop_token_ids,
-            arrival=request.arrival,
         )
 
     def _window_plan(self, request: Request, share: _Share) -> WindowPlan | None:
@@ -270,8 +270,9 @@ class Scheduler:
         """Apply a step's result token by token; results of requests that have ended meanwhile are dropped."""
         committed = []
         for request_plan, outcome in zip(plan.requests, result.requests):
-            request = self._requests.get(request_plan.request_id)
-            if request is None or request.arrival != request_plan.arrival:
+            terms = request_plan.terms
+            request = self._requests.get(terms.request_id)
+            if request is None or request.arrival != terms.arrival:
                 continue
             if request_plan.is_sampling:
                 committed.append(self._commit_tokens(request, request_plan, outcome))
@@ -290,22 +291,21 @@ class Scheduler:
             request.exact = request.exact.after_rows(request.num_tokens, plan.window.end, plan.window.depth)
 
     def _commit_tokens(self, request: Request, plan: RequestPlan, outcome: RequestResult) -> Committed:
-        num_accepted = outcome.num_accepted
-        kept, reason = first_stop(
-            outcome.token_ids, request.num_tokens, request.max_total_tokens, request.stop_token_ids
-        )
+        num_accepted, before = outcome.num_accepted, plan.num_tokens
+        kept, reason = first_stop(outcome.token_ids, before, request.max_total_tokens, request.stop_token_ids)
+        num_tokens = before + kept
         depths = (*range(1, num_accepted + 1), 0)
         committed = Committed(request, outcome.token_ids[:kept], depths[:kept])
         request.stats.observe(plan.num_draft_tokens, min(num_accepted, kept))
         request.token_ids += committed.token_ids
         request.token_depths += committed.token_depths
         # Rows of accepted drafts are computed, the one of the target's own token is not.
-        request.num_computed_tokens = min(request.num_tokens, plan.num_tokens + num_accepted)
+        request.num_computed_tokens = min(num_tokens, before + num_accepted)
         request.draft_token_ids = outcome.draft_token_ids
         if outcome.draft_token_ids and plan.window is not None:
             depth = min(len(outcome.draft_token_ids), self._limits.num_modules)
             start, request.exact = request.exact.after_cycle(
-                num_accepted, request.num_tokens, request.num_computed_tokens, depth
+                num_accepted, num_tokens, request.num_computed_tokens, depth
             )
             request.stats.num_rebuilt_rows += plan.first_row - start
         else:
