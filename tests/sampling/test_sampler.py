@@ -129,6 +129,19 @@ def test_a_row_depends_on_its_own_settings_only(params: list[Params], vocab_size
     assert torch.allclose(probs.sum(dim=1), torch.ones(len(params)), atol=1e-5)
 
 
+def test_top_p_is_a_share_of_what_top_k_has_left_in_any_company() -> None:
+    """With a limit between the few candidates that are looked at first and the whole vocabulary."""
+    logits = random_logits(2, 2500, 18).round()
+    setting = (2.0, 2000, 0.2, 0)
+    probs = (logits[0].double() / 2.0).softmax(dim=0)
+    ranked = probs.sort(descending=True, stable=True).values[:2000]
+    num_kept = int((ranked.cumsum(0) - ranked < 0.2 * ranked.sum()).sum())
+    alone = filtered(logits[:1], setting)[0]
+    together = filtered(logits, setting, (1e-06, 2000, 1.0, 0))[0]
+    assert int((alone > 0).sum()) == int((together > 0).sum()) == num_kept
+    assert torch.equal(alone, together)
+
+
 def test_greedy_rows_are_one_hot_on_the_lowest_best_id() -> None:
     logits = torch.tensor([[1.0, 5.0, 5.0, 0.0], [2.0, 1.0, 0.0, 2.0]])
     assert greedy(logits).tolist() == [1, 0]

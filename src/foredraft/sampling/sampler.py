@@ -127,8 +127,10 @@ def _is_kept(scores: Tensor, sampling: SamplingTensors) -> Tensor:
     bound = min(sampling.num_candidates or vocab_size, vocab_size)
     if bound > _FEW_CANDIDATES and scores.device.type == "cpu":
         ranked, num_kept = _rank(scores, sampling, limits, _FEW_CANDIDATES)
-        # Only on a CPU may the host look at the outcome: elsewhere it would wait for the device.
-        if not bool(((num_kept < _FEW_CANDIDATES) | is_unfiltered).all()):
+        # Few are enough for a row that keeps fewer, if its limit is among them or there is none: the mass within a
+        # larger limit is not known. Only on a CPU may the host look at the outcome: elsewhere it would wait.
+        is_known = (limits <= _FEW_CANDIDATES) | (limits == vocab_size)
+        if not bool(((num_kept < _FEW_CANDIDATES) & is_known | is_unfiltered).all()):
             ranked, num_kept = _rank(scores, sampling, limits, bound)
     else:
         ranked, num_kept = _rank(scores, sampling, limits, bound)
@@ -148,7 +150,8 @@ def _rank(scores: Tensor, sampling: SamplingTensors, limits: Tensor, num_candida
     # top-p applies to what top-k has left: the mass beyond a row's limit is 0.
     ranks = torch.arange(num_candidates, device=scores.device)
     mass = ranked.double().exp().masked_fill(ranks >= limits[:, None], 0.0)
-    total = torch.where(limits > num_candidates, scores.exp().sum(dim=-1, dtype=torch.float64), mass.sum(dim=-1))
+    # Without a limit it is the mass of all, summed in one way whatever the other rows need.
+    total = torch.where(limits == scores.shape[-1], scores.double().exp().sum(dim=-1), mass.sum(dim=-1))
     # A token stays while those before it have not reached top_p; the first one always does.
     in_nucleus = mass.cumsum(dim=-1) - mass < sampling.top_p.double()[:, None] * total[:, None]
     num_in_nucleus = in_nucleus.sum(dim=-1).clamp(min=1)
