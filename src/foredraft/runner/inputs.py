@@ -29,12 +29,15 @@ def target_inputs(plans: Sequence[RequestPlan], storage: CacheStorage, device: t
     token_ids = [token_id for plan in plans for token_id in plan.token_ids]
     positions = [torch.arange(plan.first_row, plan.first_row + len(plan.token_ids)) for plan in plans]
     rows = {group: _group_rows(plans, storage, group, device) for group in set(layout.group_of_layer)}
-    hidden = [_slots(plan, storage, layout.hidden_group)[plan.first_row :] for plan in plans]
+    if layout.hidden_group in rows:  # h0 lies beside layers of the target
+        hidden_slots = rows[layout.hidden_group].slots
+    else:
+        hidden_slots = _written(plans, [_slots(plan, storage, layout.hidden_group) for plan in plans]).to(device)
     return TargetInputs(
         token_ids=torch.tensor(token_ids).to(device),
         positions=torch.cat(positions).to(device),
         paged=PagedAttention(storage.target, [rows[group] for group in layout.group_of_layer]),
-        hidden_slots=torch.cat(hidden).to(device),
+        hidden_slots=hidden_slots,
     )
 
 
@@ -45,8 +48,12 @@ def _slots(plan: RequestPlan, storage: CacheStorage, group: int) -> Tensor:
 def _group_rows(plans: Sequence[RequestPlan], storage: CacheStorage, group: int, device: torch.device) -> GroupRows:
     slots = [_slots(plan, storage, group) for plan in plans]
     spans = [RowSpan(len(plan.token_ids), len(rows), rows) for plan, rows in zip(plans, slots)]
-    written = torch.cat([rows[plan.first_row :] for plan, rows in zip(plans, slots)])
-    return group_rows(storage.layout.groups[group], written, spans, storage.layout.dtype, device)
+    return group_rows(storage.layout.groups[group], _written(plans, slots), spans, storage.layout.dtype, device)
+
+
+def _written(plans: Sequence[RequestPlan], slots: Sequence[Tensor]) -> Tensor:
+    """Of the slots of each request's rows from 0 on, those of the rows that the pass computes."""
+    return torch.cat([rows[plan.first_row :] for plan, rows in zip(plans, slots)])
 
 
 def sampled_slots(plans: Sequence[RequestPlan], storage: CacheStorage, device: torch.device) -> Tensor:

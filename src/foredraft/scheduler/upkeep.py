@@ -40,15 +40,13 @@ class CacheUpkeep:
         """
         if depth == 0:
             return 0
-        start = request.exact.window_start(depth)
-        if self._layout.has_module_windows and (row := self.restart_row(request, depth)) is not None:
+        if (row := self.restart_row(request, depth)) is not None:
             self._cache.renew_modules(request.request_id, row, keep_before=False)
             request.exact = request.exact.restarted(row, depth)
-            start = row
-        elif start < self._cache.num_shared_module_rows(request.request_id):
-            start = self._cache.renew_modules(request.request_id, start, keep_before=True)
-            request.exact = request.exact.renewed(start)
-        return max(0, request.num_computed_tokens - start - depth)
+        elif (start := request.exact.window_start(depth)) < self._cache.num_shared_module_rows(request.request_id):
+            row = self._cache.renew_modules(request.request_id, start, keep_before=True)
+            request.exact = request.exact.renewed(row)
+        return self.num_lagging_rows(request, depth)
 
     def publish(self, request: Request, *, is_ending: bool) -> None:
         """Let others find the request's full blocks.
