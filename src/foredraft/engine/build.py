@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 import torch
+from transformers import PreTrainedModel
 
 from foredraft.cache.groups import CacheLayout
 from foredraft.cache.manager import CacheManager
@@ -31,10 +32,11 @@ def build_engine(
     loaded: LoadedModel,
     config: EngineConfig,
     drafter_type: Callable[[TargetModel, MtpModules, CacheStorage, int | None], Drafter] = Drafter,
+    target_type: Callable[[PreTrainedModel], TargetModel] = TargetModel,
 ) -> Engine:
     """Put an engine together for a loaded checkpoint. Raises ConfigError for settings that do not fit it."""
     config.check_device(loaded.target.device.type)
-    target = TargetModel(loaded.target)
+    target = target_type(loaded.target)
     modules = MtpModules(loaded.mtp) if loaded.mtp is not None else None
     max_depth = resolve_depth(config, modules.num_modules if modules is not None else 0)
     config.check_depth(max_depth)
