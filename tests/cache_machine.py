@@ -26,7 +26,7 @@ from foredraft.cache.prefix_index import CachedBlock
 from foredraft.cache.prefix_match import PrefixMatch
 from foredraft.config import EngineConfig, SchedulingPolicy
 from foredraft.exactness import ExactRows
-from foredraft.plan import BlockCopy, StepPlan
+from foredraft.plan import BlockCopy, CopyKind, StepPlan
 from foredraft.request import Request, RequestStatus
 from foredraft.sampling_params import SamplingParams
 from foredraft.stopping import FinishReason
@@ -88,8 +88,8 @@ class CacheMachine(RuleBasedStateMachine):
         plan, admit, renew, copy_blocks = scheduler.plan, cache.admit, cache.renew_modules, runner.copy_blocks
 
         def watched_copies(copies: Sequence[BlockCopy], **options: Any) -> None:
-            self.happened.update("spill" if copy.to_host else "restore" for copy in copies)
-            self.copied |= {(copy.group, copy.block) for copy in copies if not copy.to_host}
+            self.happened.update("spill" if copy.kind is CopyKind.TO_HOST else "restore" for copy in copies)
+            self.copied |= {(copy.group, copy.destination) for copy in copies if copy.kind is CopyKind.TO_DEVICE}
             copy_blocks(copies, **options)
 
         def watch_pool(group: int, pool: BlockPool[CachedBlock]) -> None:

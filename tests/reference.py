@@ -19,6 +19,7 @@ from foredraft.engine.build import build_engine
 from foredraft.engine.engine import Engine
 from foredraft.models.loader import LoadedModel, load_checkpoint
 from foredraft.sampling.sampler import SamplingTensors
+from foredraft.sampling.sampling_state import SamplingState
 from foredraft.speculation.drafter import Drafter, Drafts, Window
 
 
@@ -111,11 +112,13 @@ class RecordingDrafter(ScriptedDrafter):
         super().__init__(*args)  # type: ignore[arg-type]
         self.logits: dict[tuple[str, int], list[Tensor]] = {}
 
-    def run(self, windows: Sequence[Window], sampling: SamplingTensors) -> Drafts:
+    def run(
+        self, windows: Sequence[Window], sampling: SamplingTensors, rules: Sequence[SamplingState | None]
+    ) -> Drafts:
         for window in windows:
             if window.num_drafts:
                 self.num_right[window.request_id] = window.num_tokens % (window.num_drafts + 1)
-        return super().run(windows, sampling)
+        return super().run(windows, sampling, rules)
 
     def choose(
         self, index: int, windows: Sequence[Window], logits: Tensor, sampling: SamplingTensors

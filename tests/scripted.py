@@ -15,6 +15,7 @@ from foredraft.models.loader import LoadedModel
 from foredraft.models.mtp import MtpModules
 from foredraft.models.target import TargetModel
 from foredraft.sampling.sampler import SamplingTensors
+from foredraft.sampling.sampling_state import SamplingState
 from foredraft.sampling_params import SamplingParams
 from foredraft.speculation.drafter import Drafter, Drafts, Window
 
@@ -34,11 +35,16 @@ class ScriptedDrafter(Drafter):
         self.num_right: dict[str, int] = {}
         self.seen: list[tuple[Window, tuple[int, ...]]] = []
 
-    def run(self, windows: Sequence[Window], sampling: SamplingTensors) -> Drafts:
-        drafts = super().run(windows, sampling)
+    def run(
+        self, windows: Sequence[Window], sampling: SamplingTensors, rules: Sequence[SamplingState | None]
+    ) -> Drafts:
+        drafts = super().run(windows, sampling, rules)
         for window, row in zip(windows, drafts.token_ids.tolist(), strict=True):
             self.seen.append((window, tuple(token_id for token_id in row if token_id >= 0)))
         return drafts
+
+    def propose(self, drafting: Sequence[int], rules: Sequence[SamplingState | None], chain: object) -> dict[int, int]:
+        return {}  # the script alone decides
 
     def choose(
         self, index: int, windows: Sequence[Window], logits: Tensor, sampling: SamplingTensors

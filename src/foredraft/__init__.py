@@ -3,9 +3,12 @@
 from typing import TYPE_CHECKING
 
 from foredraft.config import EngineConfig
-from foredraft.errors import ConfigError, ForedraftError, ModelLoadError, RequestError, UnsupportedOptionError
-from foredraft.outputs import RequestOutput, StreamChunk
+from foredraft.errors import ConfigError, ForedraftError, ModelLoadError, RequestError
+from foredraft.logits_processor import LogitsProcessor, StatefulLogitsProcessor, TokenHistory
+from foredraft.logprobs import TokenLogprob
+from foredraft.outputs import Choice, RequestOutput, StreamChunk
 from foredraft.sampling_params import SamplingParams
+from foredraft.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from foredraft.engine.llm import LLM
@@ -25,14 +28,19 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "Choice",
     "ConfigError",
     "EngineConfig",
     "ForedraftError",
+    "LogitsProcessor",
     "ModelLoadError",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StatefulLogitsProcessor",
     "StreamChunk",
-    "UnsupportedOptionError",
+    "StructuredOutput",
+    "TokenHistory",
+    "TokenLogprob",
     "__version__",
 ]

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from foredraft.errors import ConfigError
+from foredraft.logprobs import LogprobsMode
 
 MAX_SETTING = 2**48
 MAX_CPU_CACHE_GIB = 2**18
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DRAFT_SAMPLING = ("probabilistic", "greedy")
 SchedulingPolicy = Literal["fcfs", "priority"]
+VerificationMethod = Literal["rejection", "block", "lossy-typical"]
+LOSSY_EPSILON, LOSSY_DELTA = 0.09, 0.3
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -29,6 +32,20 @@ class EngineConfig:
     device: str = _setting("auto", "torch device; auto is cuda where there is one")
     num_speculative_tokens: int | None = _setting(None, "most draft tokens a step (K); 0 is plain decoding")
     draft_sampling: str = _setting("probabilistic", "how drafts are drawn at temperature > 0: probabilistic or greedy")
+    verification: VerificationMethod = _setting(
+        "rejection",
+        "how drafts are accepted at temperature > 0: rejection, block (accepts more), or lossy-typical, with which the "
+        "output is not distributed as the target's",
+    )
+    lossy_epsilon: float | None = _setting(
+        None, f"lossy-typical accepts a draft above this probability; {LOSSY_EPSILON} if left out"
+    )
+    lossy_delta: float | None = _setting(
+        None, f"and above this multiple of exp(-entropy), if that is less; {LOSSY_DELTA} if left out"
+    )
+    logprobs_mode: LogprobsMode = _setting(
+        "raw", "log-probabilities of the target's own logits (raw), or after options and filters (processed)"
+    )
     draft_vocab_size: int | None = _setting(None, "draft among the first N token ids only (the frequent ones); faster")
     block_size: int = _setting(16, "rows in a cache block")
     num_blocks: int | None = _setting(None, "cache blocks of a group; a sliding window gets only what it can use")
@@ -52,6 +69,9 @@ class EngineConfig:
         _choice("dtype", self.dtype, DTYPES)
         _choice("draft_sampling", self.draft_sampling, DRAFT_SAMPLING)
         _choice("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
+        _choice("verification", self.verification, get_args(VerificationMethod))
+        _choice("logprobs_mode", self.logprobs_mode, get_args(LogprobsMode))
+        self._check_lossy()
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError(f"enable_prefix_caching must be true or false, not {self.enable_prefix_caching!r}")
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
@@ -64,6 +84,16 @@ class EngineConfig:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("max_model_len", self.max_model_len, 2)
+
+    def _check_lossy(self) -> None:
+        for name in ("lossy_epsilon", "lossy_delta"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise ConfigError(f"{name} must be a number from 0 to 1, not {value!r:.40}")
+            if self.verification != "lossy-typical":
+                raise ConfigError(f"{name} has no effect with verification={self.verification!r}")
 
     def _check_cache_size(self) -> None:
         share = self.gpu_memory_utilization

@@ -15,7 +15,3 @@ class ModelLoadError(ForedraftError):
 
 class RequestError(ForedraftError, ValueError):
     """A request cannot be served as asked; the message names the field and the rule. Other requests are unharmed."""
-
-
-class UnsupportedOptionError(RequestError):
-    """A sampling option is known but not implemented yet; it is refused rather than ignored."""

@@ -43,6 +43,18 @@ class ExactRows(NamedTuple):
         """Cached rows 0..num_rows-1 of modules 1..depth were found; with sliding windows, the last of them."""
         return cls((num_rows,) * depth + (0,) * (num_modules - depth))
 
+    def after_copy(self, other: ExactRows, num_tokens: int) -> ExactRows:
+        """A hit whose remaining rows are copied from a request that goes on otherwise after the same `num_tokens`.
+
+        Of its rows those that read none but these tokens are exact here. A module that the hit has not found while
+        others were found has holes.
+        """
+        has_hit = any(self.num_exact_rows)
+        rows = []
+        for index, (found, copied) in enumerate(zip(self.num_exact_rows, other.num_exact_rows)):
+            rows.append(found if has_hit and not found else max(found, min(copied, num_tokens - index - 1)))
+        return self._with(tuple(rows), None)
+
     def renewed(self, row: int) -> ExactRows:
         """Rows from `row` on are given up, in all modules: blocks that hold them may be shared and are not written."""
         rows = tuple(min(count, row) for count in self.num_exact_rows)

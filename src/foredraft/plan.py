@@ -5,21 +5,33 @@ Those made anew for every request in every step are named tuples, which cost hal
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 from foredraft.exactness import ExactRows
+from foredraft.logprobs import TokenLogprob
 from foredraft.sampling_params import SamplingParams
+from foredraft.stopping import FinishReason, first_stop
+
+
+class CopyKind(Enum):
+    """Where a copied block comes from, and where it goes."""
+
+    TO_HOST = "to host"
+    TO_DEVICE = "to device"
+    ON_DEVICE = "on device"
 
 
 @dataclass(frozen=True)
 class BlockCopy:
-    """All rows of one block of a cache group move between device and host."""
+    """All rows of one block of a cache group are copied to another block."""
 
     group: int
-    block: int
-    host_block: int
-    to_host: bool
+    source: int
+    destination: int
+    kind: CopyKind
 
 
 class WindowPlan(NamedTuple):
@@ -44,16 +56,33 @@ class WindowPlan(NamedTuple):
 class RequestTerms:
     """What does not change while a request runs.
 
-    max_total_tokens: where its sequence ends at the latest. arrival tells it from another request to which its id was
-    given since.
+    max_total_tokens: where its sequence ends at the latest; no stop counts up to min_total_tokens. bad_words and
+    marker_ids: the texts of these options (of structured_output.after) as token ids. num_prompt_logprobs: as asked,
+    or for an echo with log-probabilities. arrival tells it from another request to which its id was given since.
     """
 
     request_id: str
+    prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
     max_total_tokens: int
     stop_token_ids: frozenset[int]
     arrival: int
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    marker_ids: tuple[int, ...] = ()
+    num_prompt_logprobs: int | None = None
+
+    @property
+    def min_total_tokens(self) -> int:
+        return len(self.prompt_token_ids) + self.params.min_tokens
+
+    def first_stop(self, new_token_ids: Sequence[int], num_tokens: int) -> tuple[int, FinishReason | None]:
+        """How many of `new_token_ids` to keep after the first `num_tokens`, and why the request ends there, if it does.
+
+        Stop strings are not looked for here.
+        """
+        limits = self.max_total_tokens, self.stop_token_ids, self.min_total_tokens
+        return first_stop(new_token_ids, num_tokens, *limits)
 
 
 class RequestPlan(NamedTuple):
@@ -99,24 +128,35 @@ class RequestResult(NamedTuple):
     """What a step did for one request: `token_ids` accepted drafts first, then one token of the target's own.
 
     Empty where nothing was sampled. `draft_token_ids` are the new pending drafts; as many modules have run.
+    logprobs: one for each of token_ids, where they were asked for. prompt_logprobs: those of the whole prompt, with the
+    step that completes it. error: why no token could be chosen; the request ends.
     """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     draft_token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    error: str | None = None
 
     @property
     def num_accepted(self) -> int:
-        return max(0, len(self.token_ids) - 1)
+        """An error ends the request after drafts alone."""
+        return len(self.token_ids) if self.error is not None else max(0, len(self.token_ids) - 1)
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds that a step spent in each part of the runner."""
+    """Seconds that a step spent in each part of the runner.
+
+    Grammar masks are made within verification and drafting; their time is also given alone, with their number.
+    """
 
     target: float = 0.0
     verification: float = 0.0
     drafting: float = 0.0
+    masks: float = 0.0
+    num_masks: int = 0
 
 
 @dataclass(frozen=True)

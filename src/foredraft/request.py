@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from foredraft.exactness import ExactRows
+from foredraft.logprobs import TokenLogprob
 from foredraft.plan import RequestTerms
-from foredraft.sampling_params import SamplingParams
 from foredraft.statistics import SpeculationStats
 from foredraft.stopping import FinishReason
 
@@ -29,20 +29,18 @@ class Request:
     tokens whether it was preempted or not. token_depths holds, for each generated token, the depth at which it was
     drafted and accepted, or 0 for the target's own. max_depth is the largest that `depth` has been.
     num_cached_tokens: rows that the cache had when the request first started; num_overtaken: later arrivals that have
-    started before it.
+    started before it. logprobs: one for each generated token, if asked for; prompt_logprobs: None until they are known.
+    leader: the first choice of the same prompt; this one starts when that has computed the prompt's rows.
     """
 
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
-    seed: int
-    arrival: int
-    max_total_tokens: int
-    stop_token_ids: frozenset[int]
+    terms: RequestTerms
     depth: int
     exact: ExactRows
+    leader: Request | None = None
     token_ids: list[int] = field(default_factory=list)
     token_depths: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     draft_token_ids: tuple[int, ...] = ()
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None
@@ -50,14 +48,28 @@ class Request:
     max_depth: int = 0
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
+    error: str | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.prompt_token_ids)
+        # Looked at in every step, and so kept at hand.
+        self.request_id = self.terms.request_id
+        self.params = self.terms.params
+        self.max_total_tokens = self.terms.max_total_tokens
+        self.token_ids = list(self.terms.prompt_token_ids)
         self.max_depth = self.depth
-        self.terms = RequestTerms(
-            self.request_id, self.params, self.seed, self.max_total_tokens, self.stop_token_ids, self.arrival
-        )
+
+    @property
+    def arrival(self) -> int:
+        return self.terms.arrival
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        return self.terms.prompt_token_ids
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        return self.terms.stop_token_ids
 
     @property
     def num_tokens(self) -> int:
@@ -78,6 +90,14 @@ class Request:
     def is_decoding(self) -> bool:
         """At most the newest token has not been through the target."""
         return self.num_computed_tokens >= len(self.token_ids) - 1
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether another choice is about to compute the rows of the prompt that this one can share."""
+        leader = self.leader
+        if leader is None or leader.status is RequestStatus.FINISHED:
+            return False
+        return leader.num_tokens == len(leader.prompt_token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:

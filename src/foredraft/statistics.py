@@ -89,8 +89,11 @@ class EngineStats:
     """Totals of an engine since it was made or since `LLM.reset_stats`. Times in seconds.
 
     Of num_queried_tokens prompt tokens of requests that have started, num_cached_tokens had their rows in the cache.
+    verification: the method that decides which drafts are kept. num_masks grammar masks took mask_seconds, which are
+    part of verification and drafting.
     """
 
+    verification: str = "rejection"
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     num_steps: int = 0
     num_requests: int = 0
@@ -103,6 +106,8 @@ class EngineStats:
     verification_seconds: float = 0.0
     drafting_seconds: float = 0.0
     host_seconds: float = 0.0
+    num_masks: int = 0
+    mask_seconds: float = 0.0
 
     def observe_step(self, times: StepTimes, total_seconds: float) -> None:
         """Count one step that took `total_seconds` in all; what is in none of the runner's parts is the host's."""
@@ -110,4 +115,6 @@ class EngineStats:
         self.target_seconds += times.target
         self.verification_seconds += times.verification
         self.drafting_seconds += times.drafting
+        self.num_masks += times.num_masks
+        self.mask_seconds += times.masks
         self.host_seconds += total_seconds - times.target - times.verification - times.drafting

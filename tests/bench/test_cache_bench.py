@@ -117,7 +117,8 @@ def test_other_tokens_are_refused(
         for chunk in stream(prompt, params):
             output = chunk.output
             if output is not None and output.num_cached_tokens == 48 and params.num_speculative_tokens:
-                output = replace(output, token_ids=change(output.token_ids))
+                (choice,) = output.choices
+                output = replace(output, choices=(replace(choice, token_ids=change(choice.token_ids)),))
             yield replace(chunk, output=output)
 
     monkeypatch.setattr(llm, "stream", falsify)

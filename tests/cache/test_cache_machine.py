@@ -23,7 +23,7 @@ from foredraft.cache.manager import CacheManager
 from foredraft.cache.prefix_index import PartKey
 from foredraft.cache.prefix_match import PrefixMatch
 from foredraft.exactness import ExactRows
-from foredraft.plan import BlockCopy
+from foredraft.plan import BlockCopy, CopyKind
 from foredraft.request import Request
 from foredraft.runner.model_runner import ModelRunner
 
@@ -197,8 +197,8 @@ def test_a_copy_of_the_wrong_block_is_noticed(to_host: bool, place: str, monkeyp
     copy_blocks = ModelRunner.copy_blocks
 
     def wrong(self: ModelRunner, copies: Sequence[BlockCopy], **options: Any) -> None:
-        name = "block" if to_host else "host_block"
-        shifted = [replace(c, **{name: max(1, getattr(c, name) - 1)}) if c.to_host is to_host else c for c in copies]
+        kind = CopyKind.TO_HOST if to_host else CopyKind.TO_DEVICE
+        shifted = [replace(c, source=max(1, c.source - 1)) if c.kind is kind else c for c in copies]
         copy_blocks(self, shifted, **options)
 
     monkeypatch.setattr(ModelRunner, "copy_blocks", wrong)

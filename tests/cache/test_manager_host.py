@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from foredraft.cache.block_tables import RowDemand
 from foredraft.cache.manager import CacheManager
 from foredraft.cache.prefix_index import CachedBlock, PrefixNode
+from foredraft.plan import CopyKind
 
 A, B, C, D = ([letter * 10 + number for number in range(10)] for letter in (1, 2, 3, 4))
 """Sequences of five blocks that have nothing in common."""
@@ -28,11 +29,11 @@ class Labels:
     def copy(self) -> None:
         """Make the copies that the next step would make, in order. Blocks without content may then hold anything."""
         for copy in self.cache.take_copies():
-            on_device, on_host = (copy.group, copy.block), (copy.group, copy.host_block)
-            if copy.to_host:
-                self.host[on_host] = self.device[on_device]
+            source, destination = (copy.group, copy.source), (copy.group, copy.destination)
+            if copy.kind is CopyKind.TO_HOST:
+                self.host[destination] = self.device[source]
             else:
-                self.device[on_device] = self.host[on_host]
+                self.device[destination] = self.host[source]
         for group, pool in enumerate(self.cache.pools):
             for block in range(pool.num_blocks):
                 if pool.contents[block] is None:
@@ -89,14 +90,14 @@ def test_what_is_evicted_moves_to_the_host_and_comes_back_on_a_hit() -> None:
     assert cache.take_copies() == ()
     squeeze(cache, 3)
     spilled = cache.take_copies()
-    assert [copy.to_host for copy in spilled] == [True] * 3
+    assert [copy.kind for copy in spilled] == [CopyKind.TO_HOST] * 3
     assert on_host(cache, A) == [False, False, True, True, True]
     request = FakeRequest(cache, "hit", A)
     assert request.start()
     assert request.num_rows == 10
     restored = cache.take_copies()
-    assert [copy.to_host for copy in restored] == [False] * 3
-    assert {copy.host_block for copy in restored} == {copy.host_block for copy in spilled}
+    assert [copy.kind for copy in restored] == [CopyKind.TO_DEVICE] * 3
+    assert {copy.source for copy in restored} == {copy.destination for copy in spilled}
     assert on_host(cache, A) == [False] * 5
     request.end()
     cache.check_integrity()
@@ -109,7 +110,7 @@ def test_a_block_that_the_host_has_is_not_copied_again() -> None:
         squeeze(cache, 5)
         assert num_cached_rows(cache, A)[0] == 10
         run(cache, A)
-    to_host = [copy for copy in cache.take_copies() if copy.to_host]
+    to_host = [copy for copy in cache.take_copies() if copy.kind is CopyKind.TO_HOST]
     assert len(to_host) == 5
 
 

@@ -33,6 +33,7 @@ from foredraft.outputs import RequestOutput
 from foredraft.plan import RequestPlan, StepPlan, StepResult
 from foredraft.request import Request, RequestStatus
 from foredraft.sampling.sampler import SamplingTensors
+from foredraft.sampling.sampling_state import SamplingState
 from foredraft.scheduler.scheduler import Committed
 from foredraft.speculation.drafter import Drafts, Window
 
@@ -108,11 +109,13 @@ class ReplayDrafter(RecordingDrafter):
         tokens = tuple(token_ids.tolist())
         self.forwards.append(Forward(self._num_runs, module, tokens, tuple(positions.tolist()), written))
 
-    def run(self, windows: Sequence[Window], sampling: SamplingTensors) -> Drafts:
+    def run(
+        self, windows: Sequence[Window], sampling: SamplingTensors, rules: Sequence[SamplingState | None]
+    ) -> Drafts:
         for window in windows:
             if window.num_drafts and (script := self.scripts.get(window.request_id)) is not None:
                 self.num_right[window.request_id] = next(script, ALL_RIGHT)
-        drafts = ScriptedDrafter.run(self, windows, sampling)
+        drafts = ScriptedDrafter.run(self, windows, sampling, rules)
         self._num_runs += 1
         return drafts
 

@@ -75,8 +75,8 @@ def test_temperature_out_of_range(value: Any) -> None:
         SamplingParams(temperature=value)
 
 
-@pytest.mark.parametrize(("name", "value"), [("stop", np.array(["a"])), ("n", True), ("n", 2), ("min_p", "0")])
-def test_options_that_are_not_there_yet(name: str, value: Any) -> None:
+@pytest.mark.parametrize(("name", "value"), [("stop", np.array([1])), ("n", True), ("n", 0), ("min_p", "0")])
+def test_options_of_a_wrong_kind(name: str, value: Any) -> None:
     with pytest.raises(RequestError, match=name):
         SamplingParams(**{name: value})
 
@@ -92,23 +92,41 @@ def test_a_cache_beyond_all_memory(tmp_path: Path) -> None:
         LLM(tiny_llama(tmp_path / "model"), num_blocks=10**12)
 
 
-def test_a_failure_in_one_request_ends_all_that_share_the_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_in_the_model_ends_all_that_share_the_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """No stream may go on with a token missing."""
     streams = [llm.stream([first], SamplingParams(max_tokens=8, ignore_eos=True)) for first in (1, 2, 3)]
     with monkeypatch.context() as patched:
 
-        def fail(self: Detokenizer, *tokens: Any) -> None:
-            raise RuntimeError("no text")
+        def fail(*args: Any) -> None:
+            raise RuntimeError("no forward")
 
-        patched.setattr(Detokenizer, "add", fail)
-        with pytest.raises(RuntimeError, match="no text"):
+        patched.setattr(llm.engine.runner.target, "forward", fail)
+        with pytest.raises(RuntimeError, match="no forward"):
             list(streams[0])
     for stream in streams[1:]:
         output = list(stream)[-1].output
         assert output is not None
-        assert output.error == "RuntimeError: no text"
+        assert output.error == "RuntimeError: no forward"
     assert not llm.engine.has_unfinished
     assert llm.generate([1, 2], TWO)[0].error is None
+
+
+def test_a_tokenizer_that_fails_ends_its_request_only(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    alone = llm.generate([[1], [3]], params)
+    add, calls = Detokenizer.add, iter(range(100))
+
+    def fail_once(self: Detokenizer, *tokens: Any) -> Any:
+        if next(calls) == 1:  # of the second request
+            raise RuntimeError("no text")
+        return add(self, *tokens)
+
+    monkeypatch.setattr(Detokenizer, "add", fail_once)
+    first, second, third = llm.generate([[1], [2], [3]], params)
+    assert second.finish_reason == "error"
+    assert second.error == "the tokenizer failed: RuntimeError: no text"
+    assert [first.token_ids, third.token_ids] == [output.token_ids for output in alone]
+    llm.engine.cache.check_integrity()
 
 
 def test_statistics_start_over(llm: LLM) -> None:

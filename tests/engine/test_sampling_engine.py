@@ -24,6 +24,7 @@ from foredraft.models.mtp import MtpModules
 from foredraft.models.target import TargetModel
 from foredraft.request import Request
 from foredraft.sampling.sampler import SamplingTensors
+from foredraft.sampling.sampling_state import SamplingState
 from foredraft.sampling_params import SamplingParams
 from foredraft.speculation.drafter import Drafter, Drafts, Window
 
@@ -161,12 +162,14 @@ class TwinDrafter(Drafter):
         self._histories: dict[str, list[int]] = {}
         self._drafted: dict[str, list[int]] = {}
 
-    def run(self, windows: Sequence[Window], sampling: SamplingTensors) -> Drafts:
+    def run(
+        self, windows: Sequence[Window], sampling: SamplingTensors, rules: Sequence[SamplingState | None]
+    ) -> Drafts:
         self._drafted = {window.request_id: [] for window in windows}
         for window in windows:
             history = self._histories.setdefault(window.request_id, list(PROMPT))
             history[window.start + 1 :] = window.token_ids
-        return super().run(windows, sampling)
+        return super().run(windows, sampling, rules)
 
     def choose(
         self, index: int, windows: Sequence[Window], logits: Tensor, sampling: SamplingTensors

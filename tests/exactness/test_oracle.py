@@ -41,6 +41,7 @@ from foredraft.exactness import ExactRows
 from foredraft.models.loader import LoadedModel, load_checkpoint
 from foredraft.request import Request, RequestStatus
 from foredraft.sampling.sampler import SamplingTensors
+from foredraft.sampling.sampling_state import SamplingState
 from foredraft.sampling_params import SamplingParams
 from foredraft.speculation.drafter import Drafter, Drafts, Window
 
@@ -379,9 +380,11 @@ def test_exact_on_long_walks(kind: type[Oracle]) -> None:
 def test_rebuild_one_row_late_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Drafter.run
 
-    def one_row_late(self: Drafter, windows: Sequence[Window], sampling: SamplingTensors) -> Drafts:
+    def one_row_late(
+        self: Drafter, windows: Sequence[Window], sampling: SamplingTensors, rules: Sequence[SamplingState | None]
+    ) -> Drafts:
         late = [replace(w, start=w.start + 1, token_ids=w.token_ids[1:]) if w.end - w.start > 1 else w for w in windows]
-        return run(self, late, sampling)
+        return run(self, late, sampling, rules)
 
     monkeypatch.setattr(Drafter, "run", one_row_late)
     with pytest.raises(AssertionError, match="counted as exact"):

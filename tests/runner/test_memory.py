@@ -23,12 +23,11 @@ from foredraft.engine.engine import Engine
 from foredraft.errors import ConfigError
 from foredraft.exactness import ExactRows
 from foredraft.models.loader import LoadedModel, load_checkpoint
-from foredraft.plan import RequestPlan, RequestResult, StepResult, StepTimes
+from foredraft.plan import RequestPlan, RequestResult, RequestTerms, StepResult, StepTimes
 from foredraft.request import Request
 from foredraft.runner.memory import CacheDemand, CacheSize, size_cache
 from foredraft.sampling_params import SamplingParams
 from foredraft.scheduler.scheduler import Scheduler, SchedulerLimits
-from foredraft.stopping import first_stop
 
 VOCAB_SIZE = 3
 """Few tokens, so that prompts begin alike and drafts repeat what others have written."""
@@ -170,13 +169,15 @@ class Simulation:
 
     def add(self, prompt: Sequence[int], num_tokens: int, depth: int) -> None:
         request = Request(
-            request_id=str(len(self.requests)),
-            prompt_token_ids=tuple(prompt),
-            params=SamplingParams(),
-            seed=0,
-            arrival=len(self.requests),
-            max_total_tokens=num_tokens,
-            stop_token_ids=frozenset(),
+            RequestTerms(
+                request_id=str(len(self.requests)),
+                prompt_token_ids=tuple(prompt),
+                params=SamplingParams(),
+                seed=0,
+                max_total_tokens=num_tokens,
+                stop_token_ids=frozenset(),
+                arrival=len(self.requests),
+            ),
             depth=depth,
             exact=ExactRows.none(self.num_modules),
         )
@@ -210,7 +211,7 @@ class Simulation:
         first_draft = len(plan.token_ids) - plan.num_draft_tokens
         num_accepted = self.chance.randint(0, plan.num_draft_tokens)
         token_ids = (*plan.token_ids[first_draft : first_draft + num_accepted], *self.tokens(1))
-        kept, reason = first_stop(token_ids, plan.num_tokens, plan.terms.max_total_tokens, plan.terms.stop_token_ids)
+        kept, reason = plan.terms.first_stop(token_ids, plan.num_tokens)
         num_drafts = 0
         if plan.window is not None and reason is None:
             num_drafts = max(0, min(plan.window.depth, plan.terms.max_total_tokens - plan.num_tokens - kept - 1))

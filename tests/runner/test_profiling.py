@@ -105,7 +105,7 @@ class Watched:
         def watched(windows: list[Window], *args: Any) -> Drafts:
             self.windows.append(windows)
             drafts = run(windows, *args)
-            assert all(probs is not None and bool(probs.isfinite().all()) for probs in drafts.probs)
+            assert all(row is not None and bool(row.isfinite().all()) for probs in drafts.probs for row in probs)
             return drafts
 
         drafter.run = watched  # type: ignore[assignment, method-assign]

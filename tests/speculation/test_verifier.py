@@ -1,126 +1,100 @@
-"""Verification: the output is distributed as the target's own, whatever was drafted, and requests do not mix.
+"""Verification: the output is distributed as the target's own, whatever was drafted, and requests do not mix."""
 
-The toy models are tables: the next token's distribution given the last token, for a target and for a drafter that
-differs from it. `generate` runs whole cycles of drafting and verifying with them, for many requests at once.
-"""
+from functools import partial
 
-from collections.abc import Callable
-
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats  # type: ignore[import-untyped]
+from speculation.brute_force import (
+    ALIKE,
+    BIASED,
+    START,
+    TABLES,
+    Judge,
+    Verify,
+    by_position,
+    cycles,
+    emitted_distribution,
+    expected_length,
+    first_cycle,
+    generate,
+    jointly,
+    most_likely,
+    num_accepted,
+    one_hot,
+    p_value,
+    random_table,
+    sequence_distribution,
+    sequences_p_value,
+    token_by_token,
+)
 from torch import Tensor
 
 from foredraft.sampling.philox import Stream, uniform
 from foredraft.sampling.sampler import SamplingTensors, probabilities, sample
-from foredraft.speculation.verifier import num_accepted, rejection_sample, verify_greedy
+from foredraft.speculation import verifier
+from foredraft.speculation.verifier import block_verify, rejection_sample, typical_accept, verify_greedy
 
-VOCAB_SIZE = 6
-START = 0  # the token that every toy sequence continues
-NUM_PAIRS = 20_000
-MAX_DRAFTS = 3
-ALIKE, BIASED = 1e-3, 1e-6  # p-values: above the first the distributions agree, below the second they do not
-
-Verify = Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], Tensor]
-
-
-def table(seed: int, top_p: float = 1.0, temperature: float = 1.0) -> Tensor:
-    """A toy model [V, V]: row t is the distribution after token t."""
-    logits = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 1.5
-    return probabilities(logits, SamplingTensors.from_params([(temperature, 0, top_p, 0)] * VOCAB_SIZE))
-
-
-def one_hot(ids: Tensor, vocab_size: int = VOCAB_SIZE) -> Tensor:
-    return torch.nn.functional.one_hot(ids, vocab_size).float()
-
-
-def propose(
-    draft: Tensor, last: Tensor, seeds: Tensor, positions: Tensor, is_greedy: bool, stream: Stream = Stream.DRAFT
-) -> Tensor:
-    """Draft MAX_DRAFTS tokens [N, K] after the tokens `last` [N]."""
-    drafts = []
-    for depth in range(MAX_DRAFTS):
-        probs = draft[last]
-        last = probs.argmax(dim=1) if is_greedy else sample(probs, uniform(seeds, positions + depth, stream))
-        drafts.append(last)
-    return torch.stack(drafts, dim=1)
-
-
-def generate(
-    target: Tensor,
-    draft: Tensor,
-    num_requests: int,
-    num_tokens: int,
-    *,
-    is_greedy: bool = False,
-    vary_depth: bool = False,
-    verify: Verify = rejection_sample,
-    draft_stream: Stream = Stream.DRAFT,
-) -> Tensor:
-    """Run cycles until every request has its tokens [N, num_tokens]; requests differ in nothing but their seeds."""
-    seeds, requests = torch.arange(num_requests) + 1000, torch.arange(num_requests)
-    columns = torch.arange(MAX_DRAFTS + 1)
-    tokens = torch.full((num_requests, num_tokens + MAX_DRAFTS), -1)
-    lengths = torch.zeros(num_requests, dtype=torch.int64)
-    last = torch.full_like(lengths, START)
-    while (lengths < num_tokens).any():
-        drafts = propose(draft, last, seeds, lengths, is_greedy, draft_stream)
-        contexts = torch.cat([last[:, None], drafts], dim=1)
-        draft_probs = None if is_greedy else draft[contexts[:, :-1]]
-        if vary_depth:
-            drafts = drafts.masked_fill(columns[:-1] >= ((lengths + requests) % (MAX_DRAFTS + 1))[:, None], -1)
-        ids = verify(drafts, draft_probs, target[contexts], seeds, lengths)
-        is_emitted = (ids >= 0) & (lengths < num_tokens)[:, None]
-        row, column = is_emitted.nonzero(as_tuple=True)
-        tokens[row, lengths[row] + column] = ids[row, column]
-        lengths = lengths + is_emitted.sum(dim=1)
-        last = tokens[requests, lengths - 1]
-    return tokens[:, :num_tokens]
-
-
-def p_value(observed: Tensor, expected: Tensor) -> float:
-    """Chi-square of counts against expected counts; cells too rare for it are taken together."""
-    assert (observed[expected == 0] == 0).all(), "a token of probability 0 was emitted"
-    is_rare = expected < 5
-    counts, wanted = (torch.cat([t[~is_rare], t[is_rare].sum()[None]]).double().numpy() for t in (observed, expected))
-    if wanted[-1] < 5:  # even together: then with the smallest of the others
-        counts, wanted = (np.append(t[:-2], t[-2:].sum()) for t in (counts, wanted))
-    return float(stats.chisquare(counts, wanted * (counts.sum() / wanted.sum())).pvalue)
-
-
-def pair_p_value(target: Tensor, tokens: Tensor) -> float:
-    """How well the first two tokens of every request [N, 2] agree with the target's distribution of pairs."""
-    pairs = torch.bincount(tokens[:, 0] * VOCAB_SIZE + tokens[:, 1], minlength=VOCAB_SIZE**2)
-    expected = (target[START][:, None] * target).flatten().double() * len(tokens)
-    return p_value(pairs, expected)
+NUM_REQUESTS = 50_000
+RULES: dict[str, tuple[Verify, Judge]] = {
+    "token_by_token": (rejection_sample, token_by_token),
+    "block": (block_verify, jointly),
+}
+each_rule = pytest.mark.parametrize(("verify", "judge"), RULES.values(), ids=RULES)
+each_pair_of_tables = pytest.mark.parametrize(("target", "draft"), TABLES.values(), ids=TABLES)
 
 
 # --- the distribution -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("vary_depth", [False, True], ids=["full_depth", "depths_vary"])
-@pytest.mark.parametrize("is_greedy", [False, True], ids=["sampled_drafts", "greedy_drafts"])
-@pytest.mark.parametrize(("top_p", "draft_top_p"), [(1.0, 1.0), (0.8, 0.8), (0.8, 1.0)])
-def test_pairs_are_distributed_as_the_target(
-    top_p: float, draft_top_p: float, is_greedy: bool, vary_depth: bool
-) -> None:
-    target, draft = table(1, top_p), table(2, draft_top_p)
-    tokens = generate(target, draft, NUM_PAIRS, 2, is_greedy=is_greedy, vary_depth=vary_depth)
-    assert pair_p_value(target, tokens) > ALIKE
+@each_pair_of_tables
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+def test_the_rules_of_the_papers_keep_the_targets_distribution(target: Tensor, draft: Tensor, depth: int) -> None:
+    for judge in (token_by_token, jointly):
+        emitted = emitted_distribution(target, draft, depth, judge)
+        torch.testing.assert_close(emitted, sequence_distribution(target, depth + 1), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("is_greedy", [False, True], ids=["sampled_drafts", "greedy_drafts"])
-def test_long_sequences_are_distributed_as_the_target(is_greedy: bool) -> None:
-    """Few seeds and many positions: a number used twice in a sequence, or a position counted wrongly, shows here."""
-    target, draft = table(3, 0.9), table(4, 0.9)
-    tokens = generate(target, draft, 100, NUM_PAIRS // 100 + 1, is_greedy=is_greedy, vary_depth=True)
+@each_rule
+@each_pair_of_tables
+def test_drafts_are_accepted_as_the_papers_say(target: Tensor, draft: Tensor, verify: Verify, judge: Judge) -> None:
+    """Drafts and the number of them that are accepted are one outcome; its probability is known by enumeration."""
+    for depth in (1, 4 if len(target) < 4 else 3):
+        drafts, ids = first_cycle(target, draft, verify, depth, NUM_REQUESTS)
+        vocab_size = len(target)
+        cells = drafts @ (vocab_size ** torch.arange(depth - 1, -1, -1)) * (depth + 1) + num_accepted(ids)
+        probs = torch.zeros(vocab_size**depth, depth + 1, dtype=torch.float64)
+        for outcome, accepted, probability in cycles(target, draft, depth, judge):
+            probs[sum(token * vocab_size**i for i, token in enumerate(reversed(outcome))), accepted] = probability
+        probs[probs < 1e-12] = 0  # 0 but for rounding
+        assert p_value(torch.bincount(cells, minlength=probs.numel()), probs.flatten()) > ALIKE
+
+
+@each_pair_of_tables
+@pytest.mark.parametrize("rule", [*RULES, "point_mass"])
+def test_sequences_are_distributed_as_the_target(target: Tensor, draft: Tensor, rule: str) -> None:
+    """Whole sequences over several cycles: numbers used twice, or positions counted wrongly, show here as well."""
+    num_tokens = {2: 7, 3: 5}.get(len(target), 4)
+    if rule == "point_mass":
+        tokens = generate(target, most_likely(draft), rejection_sample, NUM_REQUESTS, num_tokens, point_mass=True)
+    else:
+        vary_depth = len(target) == 4
+        tokens = generate(target, draft, RULES[rule][0], NUM_REQUESTS, num_tokens, vary_depth=vary_depth)
+    assert sequences_p_value(target, tokens) > ALIKE
+
+
+@each_rule
+@pytest.mark.parametrize("point_mass", [False, True])
+def test_long_sequences_are_distributed_as_the_target(verify: Verify, judge: Judge, point_mass: bool) -> None:
+    """Few seeds and many positions."""
+    target, draft = random_table(6, 3, masked=0.2), random_table(6, 4, masked=0.2)
+    draft = most_likely(draft) if point_mass else draft
+    tokens = generate(target, draft, verify, 100, 201, vary_depth=True, point_mass=point_mass)
     contexts, following = tokens[:, :-1].flatten(), tokens[:, 1:].flatten()
-    for context in range(VOCAB_SIZE):
-        counts = torch.bincount(following[contexts == context], minlength=VOCAB_SIZE)
-        assert p_value(counts, target[context].double() * counts.sum()) > ALIKE
+    for context in set(contexts.tolist()):
+        counts = torch.bincount(following[contexts == context], minlength=6)
+        assert p_value(counts, target[context]) > ALIKE
 
 
 def target_in_place_of_residual(
@@ -132,72 +106,74 @@ def target_in_place_of_residual(
     return ids.scatter(1, accepted[:, None], sample(weights, uniform(seeds, positions, Stream.RECOVER))[:, None])
 
 
-def greedy_drafts_judged_as_sampled(
+def certain_drafts_judged_as_drawn(
     drafts: Tensor, _: Tensor | None, target_probs: Tensor, seeds: Tensor, positions: Tensor
 ) -> Tensor:
     contexts = torch.cat([torch.full((len(drafts), 1), START), drafts[:, :-1]], dim=1)
-    return rejection_sample(drafts, table(2)[contexts], target_probs, seeds, positions)
+    return rejection_sample(drafts, TABLES["five_tokens"][1][contexts].float(), target_probs, seeds, positions)
 
 
 def test_the_chi_square_detects_wrong_rules() -> None:
-    target, draft = table(1), table(2)
-    wrong_residual = generate(target, draft, NUM_PAIRS, 2, verify=target_in_place_of_residual)
-    wrong_ratio = generate(target, draft, NUM_PAIRS, 2, is_greedy=True, verify=greedy_drafts_judged_as_sampled)
-    shared_numbers = generate(target, draft, NUM_PAIRS, 2, draft_stream=Stream.ACCEPT)
+    target, draft = TABLES["five_tokens"]
+    run = partial(generate, target, num_requests=NUM_REQUESTS, num_tokens=2)
+    wrong_residual = run(draft, target_in_place_of_residual)
+    wrong_ratio = run(most_likely(draft), certain_drafts_judged_as_drawn, point_mass=True)
+    shared_numbers = run(draft, rejection_sample, keys=by_position, stream=Stream.ACCEPT)
     for tokens in (wrong_residual, wrong_ratio, shared_numbers):
-        assert pair_p_value(target, tokens) < BIASED
+        assert sequences_p_value(target, tokens) < BIASED
 
 
-# --- acceptance -------------------------------------------------------------------------------------------------------
+def test_numbers_of_drafts_may_be_used_again_only_with_rejection_sampling() -> None:
+    """A draft that was not accepted says nothing about later tokens with one rule, and something with the other."""
+    target, draft = TABLES["coins"]
+    run = partial(generate, target, draft, num_requests=NUM_REQUESTS, num_tokens=7, keys=by_position)
+    assert sequences_p_value(target, run(rejection_sample)) > ALIKE
+    assert sequences_p_value(target, run(block_verify)) < BIASED
 
 
-def first_cycle(target: Tensor, draft: Tensor, is_greedy: bool) -> tuple[Tensor, Tensor]:
-    """Drafts [N, K] of one cycle and how many were accepted [N]."""
-    seeds, positions = torch.arange(NUM_PAIRS), torch.zeros(NUM_PAIRS, dtype=torch.int64)
-    last = torch.full_like(seeds, START)
-    drafts = propose(draft, last, seeds, positions, is_greedy)
-    contexts = torch.cat([last[:, None], drafts], dim=1)
-    draft_probs = None if is_greedy else draft[contexts[:, :-1]]
-    return drafts, num_accepted(rejection_sample(drafts, draft_probs, target[contexts], seeds, positions))
+# --- how much is accepted ---------------------------------------------------------------------------------------------
 
 
-def assert_rate(num_hits: int, num_trials: int, rate: float) -> None:
-    assert abs(num_hits / num_trials - rate) <= 4 * (rate * (1 - rate) / num_trials) ** 0.5
+@each_pair_of_tables
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_no_fewer_drafts_are_accepted_jointly(target: Tensor, draft: Tensor, depth: int) -> None:
+    one_by_one, together = (expected_length(target, draft, depth, judge) for judge in (token_by_token, jointly))
+    assert together >= one_by_one - 1e-12
+    if depth == 1:
+        assert together == pytest.approx(one_by_one, abs=1e-12)
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.8])
-def test_acceptance_of_sampled_drafts_is_the_overlap(top_p: float) -> None:
-    target, draft = table(1, top_p), table(2, top_p)
-    overlap = torch.minimum(target, draft).double()
-    drafts, accepted = first_cycle(target, draft, is_greedy=False)
-    assert_rate(int((accepted >= 1).sum()), NUM_PAIRS, overlap[START].sum().item())
-    # Depth by depth: the second draft is judged in the context of the first.
-    for context in range(VOCAB_SIZE):
-        is_judged = (accepted >= 1) & (drafts[:, 0] == context)
-        if (num_judged := int(is_judged.sum())) > 100:
-            assert_rate(int((accepted[is_judged] >= 2).sum()), num_judged, overlap[context].sum().item())
+def test_the_example_of_the_paper() -> None:
+    """Two coins, two drafts: 10/9 tokens are accepted one by one, 11/9 jointly."""
+    for (verify, judge), expected in zip(RULES.values(), (10 / 9, 11 / 9)):
+        assert expected_length(*TABLES["coins"], 2, judge) == pytest.approx(expected)
+        accepted = num_accepted(first_cycle(*TABLES["coins"], verify, 2, NUM_REQUESTS)[1]).double()
+        assert abs(float(accepted.mean()) - expected) < 5 * float(accepted.std()) / NUM_REQUESTS**0.5
 
 
-def test_acceptance_of_greedy_drafts_is_the_targets_probability() -> None:
-    target, draft = table(1), table(2)
-    drafts, accepted = first_cycle(target, draft, is_greedy=True)
-    first, second = drafts[0, :2].tolist()
-    assert_rate(int((accepted >= 1).sum()), NUM_PAIRS, target[START, first].item())
-    assert_rate(int((accepted >= 2).sum()), NUM_PAIRS, (target[START, first] * target[first, second]).item())
+@each_rule
+@pytest.mark.parametrize("certain", [0.0, 0.5, 1.0])
+def test_drafts_of_a_perfect_drafter_are_all_accepted(verify: Verify, judge: Judge, certain: float) -> None:
+    target = random_table(5, 1, masked=0.2, certain=certain)
+    assert (num_accepted(first_cycle(target, target, verify, 4, NUM_REQUESTS)[1]) == 4).all()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.3, 0.7, 1.5])
-def test_drafts_of_a_perfect_drafter_are_all_accepted(temperature: float) -> None:
-    target = table(1, temperature=temperature)
-    _, accepted = first_cycle(target, target, is_greedy=False)
-    assert (accepted == MAX_DRAFTS).all()
+def test_a_point_mass_is_accepted_with_the_targets_probability() -> None:
+    target, draft = random_table(5, 1), most_likely(random_table(5, 2))
+    drafts, ids = first_cycle(
+        target, draft, lambda drafts, _, *rest: rejection_sample(drafts, None, *rest), 2, NUM_REQUESTS
+    )
+    first, second = drafts[0].tolist()
+    rates = [1 - target[START, first], target[START, first] * (1 - target[first, second])]
+    rates.append(target[START, first] * target[first, second])
+    assert p_value(torch.bincount(num_accepted(ids), minlength=3), torch.stack(rates)) > ALIKE
 
 
 # --- each request by itself -------------------------------------------------------------------------------------------
 
 
 class Batch:
-    """Random arguments of `rejection_sample`; rows beyond a request's drafts hold nan."""
+    """Random arguments of a rule; rows beyond a request's drafts hold nan."""
 
     def __init__(self, num_drafts: list[int], max_drafts: int, vocab_size: int, seed: int) -> None:
         rng = torch.Generator().manual_seed(seed)
@@ -224,17 +200,16 @@ class Batch:
         self.positions = torch.randint(0, 10_000, (batch_size,), generator=rng)
         self.num_drafts = num_drafts
 
-    def verify(
-        self, rows: slice = slice(None), start: int = 0, end: int | None = None, point_mass: bool = False
-    ) -> Tensor:
+    def verify(self, rule: str, rows: slice = slice(None), start: int = 0, end: int | None = None) -> Tensor:
         """Verify the drafts from `start` to `end` of some requests."""
-        return rejection_sample(
-            self.ids[rows, start:end],
-            None if point_mass else self.draft_probs[rows, start:end],
-            self.target_probs[rows, start : None if end is None else end + 1],
-            self.seeds[rows],
-            self.positions[rows] + start,
-        )
+        drafts, draft_probs = self.ids[rows, start:end], self.draft_probs[rows, start:end]
+        target_probs = self.target_probs[rows, start : None if end is None else end + 1]
+        keys = self.seeds[rows], self.positions[rows] + start
+        if rule == "typical":
+            return typical_accept(drafts, target_probs, *keys, epsilon=0.1, delta=0.3)
+        if rule == "point_mass":
+            return rejection_sample(drafts, None, target_probs, *keys)
+        return RULES[rule][0](drafts, draft_probs, target_probs, *keys)
 
 
 BATCHES = st.builds(
@@ -244,12 +219,10 @@ BATCHES = st.builds(
     vocab_size=st.sampled_from([2, 5, 300]),
     seed=st.integers(0, 2**32),
 )
+rules = st.sampled_from([*RULES, "point_mass", "typical"])
 
 
-@settings(deadline=None)
-@given(BATCHES, st.booleans())
-def test_emitted_are_the_accepted_drafts_and_one_possible_token(batch: Batch, point_mass: bool) -> None:
-    ids = batch.verify(point_mass=point_mass)
+def assert_is_possible(batch: Batch, ids: Tensor) -> None:
     assert ids.shape == (len(batch.num_drafts), 5)
     for row, (num_drafts, accepted) in enumerate(zip(batch.num_drafts, num_accepted(ids).tolist(), strict=True)):
         assert 0 <= accepted <= num_drafts
@@ -257,60 +230,70 @@ def test_emitted_are_the_accepted_drafts_and_one_possible_token(batch: Batch, po
         assert (ids[row, accepted + 1 :] == -1).all()
         for column in range(accepted + 1):
             assert batch.target_probs[row, column, ids[row, column]] > 0
-        if point_mass and accepted < num_drafts:
-            rejected = batch.ids[row, accepted]
-            assert ids[row, accepted] != rejected or batch.target_probs[row, accepted, rejected] > 0.999
 
 
 @settings(deadline=None)
-@given(BATCHES, st.booleans())
-def test_a_request_gets_the_same_alone_and_in_a_batch_and_without_padding(batch: Batch, point_mass: bool) -> None:
-    together = batch.verify(point_mass=point_mass)
+@given(BATCHES, rules, st.sampled_from([None, 0.0, 1 - 2.0**-53]))
+def test_emitted_are_the_accepted_drafts_and_one_possible_token(batch: Batch, rule: str, number: float | None) -> None:
+    """Also with the lowest and the highest number that can be drawn."""
+    with pytest.MonkeyPatch.context() as patch:
+        if number is not None:
+            patch.setattr(verifier, "uniform", lambda *args: torch.full_like(uniform(*args), number))
+        assert_is_possible(batch, batch.verify(rule))
+
+
+@settings(deadline=None)
+@given(BATCHES, rules)
+def test_a_request_gets_the_same_alone_and_in_a_batch_and_without_padding(batch: Batch, rule: str) -> None:
+    together = batch.verify(rule)
     for row, num_drafts in enumerate(batch.num_drafts):
-        alone = batch.verify(slice(row, row + 1), end=num_drafts, point_mass=point_mass)
+        alone = batch.verify(rule, slice(row, row + 1), end=num_drafts)
         assert together[row].tolist() == alone[0].tolist() + [-1] * (4 - num_drafts)
 
 
 @settings(deadline=None)
-@given(BATCHES, st.booleans())
-def test_a_decision_depends_on_its_position_not_on_its_depth(batch: Batch, point_mass: bool) -> None:
+@given(BATCHES, st.sampled_from(["token_by_token", "point_mass", "typical"]))
+def test_a_decision_depends_on_its_position_not_on_its_depth(batch: Batch, rule: str) -> None:
     """Where the first draft is accepted, the rest is as if a cycle had begun with the second."""
-    whole, rest = batch.verify(point_mass=point_mass), batch.verify(start=1, point_mass=point_mass)
+    whole, rest = batch.verify(rule), batch.verify(rule, start=1)
     is_accepted = num_accepted(whole) > 0
     assert torch.equal(whole[is_accepted, 1:], rest[is_accepted])
 
 
 @settings(deadline=None)
-@given(BATCHES, st.booleans())
-def test_a_greedy_target_makes_it_greedy_verification(batch: Batch, point_mass: bool) -> None:
+@given(BATCHES, rules)
+def test_a_greedy_target_makes_it_greedy_verification(batch: Batch, rule: str) -> None:
     best = batch.target_probs.nan_to_num().argmax(dim=-1)
     batch.target_probs = one_hot(best, batch.target_probs.shape[-1])
-    assert torch.equal(batch.verify(point_mass=point_mass), verify_greedy(batch.ids, best))
+    assert torch.equal(batch.verify(rule), verify_greedy(batch.ids, best))
 
 
-@settings(deadline=None)
-@given(BATCHES)
-def test_a_one_hot_draft_distribution_is_a_point_mass(batch: Batch) -> None:
-    as_point_mass = batch.verify(point_mass=True)
-    batch.draft_probs = one_hot(batch.ids.clamp(min=0), batch.draft_probs.shape[-1])
-    assert torch.equal(batch.verify(), as_point_mass)
+@pytest.mark.parametrize("verify", [rejection_sample, block_verify])
+def test_with_point_masses_the_tokens_are_the_same_whatever_was_drafted(verify: Verify) -> None:
+    target = random_table(5, 1, masked=0.2)
+    run = partial(generate, target, verify=verify, num_requests=500, num_tokens=20, point_mass=True)
+    alone = run(target, max_drafts=0)
+    for seed in range(3):
+        draft = most_likely(random_table(5, seed))
+        for max_drafts, vary_depth in ((1, False), (4, False), (4, True)):
+            assert torch.equal(run(draft, max_drafts=max_drafts, vary_depth=vary_depth), alone)
 
 
-def test_seeded_requests_repeat_in_any_company() -> None:
+@each_rule
+def test_seeded_requests_repeat_in_any_company(verify: Verify, judge: Judge) -> None:
     """A large vocabulary, where sums over it would differ in the last bits with the shape of the batch."""
     rng = torch.Generator().manual_seed(0)
-    batch_size, vocab_size = 6, 49152
-    draft_probs = torch.randn(batch_size, 2, vocab_size, generator=rng).softmax(dim=-1)
-    target_probs = torch.randn(batch_size, 3, vocab_size, generator=rng).softmax(dim=-1)
+    draft_probs = torch.randn(6, 2, 49152, generator=rng).softmax(dim=-1)
+    target_probs = torch.randn(6, 3, 49152, generator=rng).softmax(dim=-1)
     drafts = draft_probs.argmax(dim=-1)
-    seeds, positions = torch.tensor([7, 7, 8, 0, -1, 2**62]), torch.tensor([5, 6, 5, 0, 3, 2**33])
-    together = rejection_sample(drafts, draft_probs, target_probs, seeds, positions)
+    seeds, positions = torch.tensor([7, 7, 8, 0, -1, 2**62]), torch.tensor([5, 6, 5, 0, 3, 2**31])
+    together = verify(drafts, draft_probs, target_probs, seeds, positions)
     for rows in (slice(0, 1), slice(0, 2), slice(3, 6)):
-        part = rejection_sample(drafts[rows], draft_probs[rows], target_probs[rows], seeds[rows], positions[rows])
+        part = verify(drafts[rows], draft_probs[rows], target_probs[rows], seeds[rows], positions[rows])
         assert torch.equal(part, together[rows])
-    assert torch.equal(rejection_sample(drafts, draft_probs, target_probs, seeds, positions), together)
-    others = [rejection_sample(drafts, draft_probs, target_probs, seeds + 1, positions)]
-    others.append(rejection_sample(drafts, draft_probs, target_probs, seeds, positions + 1))
+    assert torch.equal(verify(drafts, draft_probs, target_probs, seeds, positions), together)
+    others = [verify(drafts, draft_probs, target_probs, seeds + 1, positions)]
+    others.append(verify(drafts, draft_probs, target_probs, seeds, positions + 1))
     assert all((other[:, 0] != together[:, 0]).any() for other in others)
 
 
@@ -321,9 +304,7 @@ def test_greedy_verification() -> None:
     drafts = torch.tensor([[4, 5, 6], [4, 9, 6], [9, 5, 6], [4, 5, -1], [-1, -1, -1], [4, -1, 6]])
     targets = torch.tensor([[4, 5, 6, 7]]).expand(6, -1)
     expected = [[4, 5, 6, 7], [4, 5, -1, -1], [4, -1, -1, -1], [4, 5, 6, -1], [4, -1, -1, -1], [4, 5, -1, -1]]
-    ids = verify_greedy(drafts, targets)
-    assert ids.tolist() == expected
-    assert num_accepted(ids).tolist() == [3, 1, 0, 2, 0, 1]
+    assert verify_greedy(drafts, targets).tolist() == expected
     assert verify_greedy(drafts[:, :0], targets[:, :1]).tolist() == [[4]] * 6
 
 
@@ -331,12 +312,10 @@ def test_greedy_and_sampled_requests_in_one_call() -> None:
     """Vocabulary ids come out, not ranks, and the greedy request is the same beside a sampled one as alone."""
     logits = torch.zeros(2, 3, 12)
     logits[0, :, 9] = 5.0
-    params = SamplingTensors.from_params([(0.0, 0, 1.0, 1), (1.0, 4, 0.9, 2)]).rows(
-        torch.arange(2).repeat_interleave(3)
-    )
+    rows = torch.arange(2).repeat_interleave(3)
+    params = SamplingTensors.from_params([(0.0, 0, 1.0, 1), (1.0, 4, 0.9, 2)]).rows(rows)
     target_probs = probabilities(logits.view(6, 12), params).view(2, 3, 12)
-    drafts = torch.tensor([[9, 3], [3, 9]])
-    seeds, positions = torch.tensor([1, 2]), torch.tensor([0, 40])
+    drafts, seeds, positions = torch.tensor([[9, 3], [3, 9]]), torch.tensor([1, 2]), torch.tensor([0, 40])
     ids = rejection_sample(drafts, None, target_probs, seeds, positions)
     assert ids[0].tolist() == [9, 9, -1]  # the right draft is accepted, the wrong one replaced
     assert 0 <= ids[1, 0] < 4
@@ -344,55 +323,75 @@ def test_greedy_and_sampled_requests_in_one_call() -> None:
     assert torch.equal(alone, ids[:1])
 
 
-def test_a_bonus_token_comes_from_the_row_after_the_last_draft() -> None:
-    target_probs = one_hot(torch.tensor([[1, 2, 3], [1, 4, 5], [2, 5, 5]]))
+@each_rule
+def test_a_bonus_token_comes_from_the_row_after_the_last_draft(verify: Verify, judge: Judge) -> None:
+    target_probs = one_hot(torch.tensor([[1, 2, 3], [1, 4, 5], [2, 5, 5]]), 6)
     drafts = torch.tensor([[1, 2], [1, -1], [-1, -1]])
     zeros = torch.zeros(3, dtype=torch.int64)
     expected = [[1, 2, 3], [1, 4, -1], [2, -1, -1]]
-    assert rejection_sample(drafts, None, target_probs, zeros, zeros).tolist() == expected
-    assert rejection_sample(drafts, one_hot(drafts.clamp(min=0)), target_probs, zeros, zeros).tolist() == expected
-    assert rejection_sample(drafts[:, :0], None, target_probs[:, :1], zeros, zeros).tolist() == [[1], [1], [2]]
+    assert verify(drafts, None, target_probs, zeros, zeros).tolist() == expected
+    assert verify(drafts, one_hot(drafts.clamp(min=0), 6), target_probs, zeros, zeros).tolist() == expected
+    assert verify(drafts[:, :0], None, target_probs[:, :1], zeros, zeros).tolist() == [[1], [1], [2]]
 
 
-def test_an_impossible_draft_is_never_accepted() -> None:
-    """Not even where the drafter gave it next to nothing, or all."""
-    num_requests = 5000
-    seeds, positions = torch.arange(num_requests), torch.zeros(num_requests, dtype=torch.int64)
-    target_probs = torch.tensor([0.0, 0.5, 0.5]).expand(num_requests, 2, 3)
-    drafts = torch.zeros(num_requests, 1, dtype=torch.int64)
-    for probability in (0.0, 1e-40, 0.5, 1.0):
-        draft_probs = torch.tensor([probability, 1 - probability, 0.0]).expand(num_requests, 1, 3)
-        ids = rejection_sample(drafts, draft_probs, target_probs, seeds, positions)
-        assert (num_accepted(ids) == 0).all()
-        assert set(ids[:, 0].tolist()) <= {1, 2}
+@each_rule
+@pytest.mark.parametrize("probability", [0.0, 1e-40, 0.5, 1.0])
+def test_an_impossible_draft_is_never_accepted(verify: Verify, judge: Judge, probability: float) -> None:
+    """Not even where the drafter gave it next to nothing, or all; nor is one after it."""
+    seeds, positions = torch.arange(5000), torch.zeros(5000, dtype=torch.int64)
+    target_probs = torch.tensor([[0.0, 0.5, 0.5]] * 2 + [[0.0, 0.0, 1.0]]).expand(5000, 3, 3)
+    draft_probs = torch.tensor([[probability, 1 - probability, 0.0], [0.0, 0.1, 0.9]]).expand(5000, 2, 3)
+    ids = verify(torch.tensor([[0, 1]]).expand(5000, 2), draft_probs, target_probs, seeds, positions)
+    assert (num_accepted(ids) == 0).all()
+    assert set(ids[:, 0].tolist()) <= {1, 2}
 
 
-def test_without_a_residual_the_target_decides() -> None:
+@each_rule
+def test_without_a_residual_the_target_decides(verify: Verify, judge: Judge) -> None:
     """Rounding can reject a draft where target and draft agree; here it is exaggerated to a factor of two."""
-    num_requests = 2000
-    seeds, positions = torch.arange(num_requests), torch.zeros(num_requests, dtype=torch.int64)
-    target_probs = torch.tensor([0.0, 0.3, 0.0, 0.7]).expand(num_requests, 2, 4)
-    drafts = torch.full((num_requests, 1), 3)
-    ids = rejection_sample(drafts, 2 * target_probs[:, :1], target_probs, seeds, positions)
+    seeds, positions = torch.arange(2000), torch.zeros(2000, dtype=torch.int64)
+    target_probs = torch.tensor([0.0, 0.3, 0.0, 0.7]).expand(2000, 2, 4)
+    ids = verify(torch.full((2000, 1), 3), 2 * target_probs[:, :1], target_probs, seeds, positions)
     rejected = ids[num_accepted(ids) == 0, 0]
     assert 800 < len(rejected) < 1200
-    counts = torch.bincount(rejected, minlength=4)
-    assert counts[0] == counts[2] == 0
-    assert_rate(int(counts[1]), len(rejected), 0.3)
+    assert p_value(torch.bincount(rejected, minlength=4), target_probs[0, 0].double()) > ALIKE
 
-    # A point mass that the target shares but for a last digit: nothing else is left to recover from.
-    target_probs = torch.tensor([0.0, 0.0, 0.0, 0.5]).expand(num_requests, 2, 4)
-    ids = rejection_sample(drafts, None, target_probs, seeds, positions)
-    assert (num_accepted(ids) == 0).any()
-    assert (ids[:, 0] == 3).all()
+
+def test_typical_acceptance_asks_less_where_the_target_is_undecided() -> None:
+    """Entropy ln 4 in the first row, so that exp(-entropy) is 1/4; ln 2 in the second."""
+    seeds = positions = torch.zeros(1, dtype=torch.int64)
+    rows = torch.tensor([[0.25, 0.25, 0.25, 0.25, 0.0], [0.5, 0.5, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 1.0]])
+
+    def emitted(drafts: list[int], epsilon: float, delta: float) -> list[int]:
+        ids = typical_accept(torch.tensor([drafts]), rows[None], seeds, positions, epsilon, delta)[0]
+        return ids[: int(num_accepted(ids[None]))].tolist()
+
+    assert emitted([0, 1], epsilon=0.9, delta=0.99) == [0, 1]
+    assert emitted([0, 1], epsilon=0.9, delta=1.01) == []  # above the entropy's threshold by a little
+    assert emitted([0, 1], epsilon=0.24, delta=9.0) == [0, 1]  # the fixed one holds where it is lower
+    assert emitted([0, 1], epsilon=0.25, delta=9.0) == []  # a probability must be above it
+    assert emitted([0, 2], epsilon=0.0, delta=1.0) == [0]  # never one of probability 0
+    assert emitted([4, 1], epsilon=0.0, delta=0.0) == []  # nor any after it
+    ids = typical_accept(torch.tensor([[3, 0]]), rows[None], seeds, positions, 0.1, 0.3)
+    assert ids.tolist() == [[3, 0, 4]]
+
+
+def test_after_typical_acceptance_the_target_decides() -> None:
+    seeds, positions = torch.arange(20_000), torch.zeros(20_000, dtype=torch.int64)
+    target_probs = torch.tensor([[0.05, 0.25, 0.7, 0.0], [0.3, 0.3, 0.1, 0.3]])
+    for draft, row in ((0, 0), (2, 1)):
+        drafts = torch.full((20_000, 1), draft)
+        ids = typical_accept(drafts, target_probs.expand(20_000, 2, 4), seeds, positions, 0.3, 0.3)
+        assert (num_accepted(ids) == row).all()
+        assert p_value(torch.bincount(ids[:, row], minlength=4), target_probs[row].double()) > ALIKE
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_same_tokens_on_a_gpu() -> None:
-    for point_mass in (False, True):
-        batch = Batch([0, 1, 2, 3, 4, 4, 4], 4, 3000, seed=1)
-        expected = batch.verify(point_mass=point_mass)
-        for name in ("ids", "draft_probs", "target_probs", "seeds", "positions"):
-            setattr(batch, name, getattr(batch, name).cuda())
-        assert torch.equal(batch.verify(point_mass=point_mass).cpu(), expected)
+@pytest.mark.parametrize("rule", [*RULES, "point_mass", "typical"])
+def test_same_tokens_on_a_gpu(rule: str) -> None:
+    batch = Batch([0, 1, 2, 3, 4, 4, 4], 4, 3000, seed=1)
+    expected = batch.verify(rule)
+    for name in ("ids", "draft_probs", "target_probs", "seeds", "positions"):
+        setattr(batch, name, getattr(batch, name).cuda())
+    assert torch.equal(batch.verify(rule).cpu(), expected)

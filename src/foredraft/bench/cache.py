@@ -22,7 +22,7 @@ from foredraft.cache.groups import CacheLayout, KVShape
 from foredraft.cache.manager import CacheManager
 from foredraft.errors import ConfigError, ForedraftError
 from foredraft.exactness import ExactRows
-from foredraft.plan import RequestResult, StepPlan, StepResult, StepTimes
+from foredraft.plan import RequestResult, RequestTerms, StepPlan, StepResult, StepTimes
 from foredraft.request import Request
 from foredraft.scheduler.scheduler import Committed, Scheduler, SchedulerLimits
 
@@ -327,13 +327,15 @@ def _new_scheduler(num_running: int, depth: int, num_steps: int) -> Scheduler:
     random = Random(num_running)
     for arrival in range(num_running):
         request = Request(
-            request_id=f"request-{arrival}",
-            prompt_token_ids=tuple(random.choices(range(1 << 15), k=STEP_PROMPT_TOKENS)),
-            params=SamplingParams(max_tokens=longest - STEP_PROMPT_TOKENS, ignore_eos=True),
-            seed=0,
-            arrival=arrival,
-            max_total_tokens=longest,
-            stop_token_ids=frozenset(),
+            RequestTerms(
+                request_id=f"request-{arrival}",
+                prompt_token_ids=tuple(random.choices(range(1 << 15), k=STEP_PROMPT_TOKENS)),
+                params=SamplingParams(max_tokens=longest - STEP_PROMPT_TOKENS, ignore_eos=True),
+                seed=0,
+                max_total_tokens=longest,
+                stop_token_ids=frozenset(),
+                arrival=arrival,
+            ),
             depth=depth,
             exact=ExactRows.none(depth),
         )

@@ -10,7 +10,7 @@ from foredraft.cache.groups import CacheLayout
 from foredraft.cache.prefix_index import CachedBlock, PartKey, PrefixIndex, PrefixNode
 from foredraft.cache.prefix_match import PrefixMatch, match_prefix
 from foredraft.exactness import ExactRows
-from foredraft.plan import BlockCopy
+from foredraft.plan import BlockCopy, CopyKind
 
 
 class CacheManager:
@@ -82,11 +82,22 @@ class CacheManager:
                 return False
         self._take(tables, found)
         self._extend(tables, demand)
+        if match.donor is not None:
+            self._copy_blocks(self._tables[match.donor], tables, match)
         tables.nodes = list(match.nodes)
         if tables.nodes:
             tables.nodes[-1].num_users += 1
         self._tables[request_id] = tables
         return True
+
+    def _copy_blocks(self, donor: BlockTables, tables: BlockTables, match: PrefixMatch) -> None:
+        """Copy the rows of a match that are in no block which may be shared."""
+        for group in range(len(self.layout.groups)):
+            is_module = group in self.layout.module_groups
+            first = (match.num_module_rows if is_module else match.num_rows) // self.block_size
+            end = -(-match.num_copied_rows // self.block_size)
+            pairs = zip(donor.blocks[group][first:end], tables.blocks[group][first:end])
+            self._copies += [BlockCopy(group, source, own, CopyKind.ON_DEVICE) for source, own in pairs]
 
     def _take(self, tables: BlockTables, found: Sequence[dict[int, CachedBlock]]) -> None:
         """Refer to the parts found. First all that are on the device: bringing others back must not evict them."""
@@ -109,7 +120,7 @@ class CacheManager:
         pool = self.pools[part.group]
         part.block = pool.allocate(1)[0]
         pool.contents[part.block] = part
-        self._copies.append(BlockCopy(part.group, part.block, part.host_block, to_host=False))
+        self._copies.append(BlockCopy(part.group, part.host_block, part.block, CopyKind.TO_DEVICE))
         self._host_pools[part.group].release([part.host_block])
         return part.block
 
@@ -281,7 +292,7 @@ class CacheManager:
             host = self._host_pools[part.group]
             part.host_block = host.allocate(1)[0]
             host.contents[part.host_block] = part
-            self._copies.append(BlockCopy(part.group, block, part.host_block, to_host=True))
+            self._copies.append(BlockCopy(part.group, block, part.host_block, CopyKind.TO_HOST))
         if part.host_block is None:
             self._index.remove(part)
         else:

@@ -15,7 +15,8 @@ class PrefixMatch:
 
     num_rows: target rows that need not be computed (whole blocks); num_module_rows: rows of modules 1..module_depth.
     target_parts, module_parts: by group, which cached block serves as which block of the sequence. module_origin: where
-    the modules' rows begin.
+    the modules' rows begin. donor: a request with the same first `num_copied_rows` rows. It goes on writing in the
+    block where they end, as does the new one, so what was not found of them is copied from its blocks.
     """
 
     num_rows: int
@@ -25,6 +26,8 @@ class PrefixMatch:
     target_parts: tuple[dict[int, CachedBlock], ...]
     module_parts: tuple[dict[int, CachedBlock], ...]
     module_origin: int = 0
+    donor: str | None = None
+    num_copied_rows: int = 0
 
     def without_modules(self, origin: int) -> PrefixMatch:
         """The same for the target; the modules begin anew at row `origin`."""

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,6 +20,7 @@ from foredraft.config import EngineConfig
 from foredraft.errors import ConfigError
 from foredraft.outputs import TextPiece
 from foredraft.sampling_params import SamplingParams
+from foredraft.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from foredraft import LLM
@@ -46,6 +48,18 @@ def generate(
     top_k: Annotated[int, _sampling("sample among the k likeliest tokens; 0 is all")] = 0,
     top_p: Annotated[float, _sampling("sample among the likeliest tokens that make up this probability")] = 1.0,
     seed: Annotated[int | None, _sampling("the same seed gives the same tokens")] = None,
+    min_p: Annotated[float, _sampling("drop tokens below this share of the likeliest one's probability")] = 0.0,
+    typical_p: Annotated[float, _sampling("sample among the most typical tokens that make up this probability")] = 1.0,
+    repetition_penalty: Annotated[float, _sampling("above 1 makes tokens of prompt and text less likely")] = 1.0,
+    presence_penalty: Annotated[float, _sampling("taken from the logits of tokens that the text has")] = 0.0,
+    frequency_penalty: Annotated[float, _sampling("taken from them for each time that the text has them")] = 0.0,
+    bad_word: Annotated[list[str] | None, _sampling("a text that must not appear; repeatable")] = None,
+    min_tokens: Annotated[int, _sampling("nothing ends the text before so many tokens")] = 0,
+    stop: Annotated[list[str] | None, _sampling("a text that ends the output and is left out; repeatable")] = None,
+    json_schema: Annotated[str | None, _sampling("the output is JSON that this schema allows: a file, or JSON")] = None,
+    regex: Annotated[str | None, _sampling("the output matches this regular expression")] = None,
+    grammar: Annotated[Path | None, _sampling("the output follows the Lark or EBNF grammar in this file")] = None,
+    choice: Annotated[list[str] | None, _sampling("the output is one of the choices; repeatable")] = None,
     stop_token_id: Annotated[list[int] | None, _sampling("a token that ends the text, besides EOS; repeatable")] = None,
     ignore_eos: Annotated[bool, _sampling("go on after EOS", "--ignore-eos")] = False,
     *,
@@ -64,6 +78,15 @@ def generate(
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
+            min_p=min_p,
+            typical_p=typical_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            bad_words=tuple(bad_word or ()),
+            min_tokens=min_tokens,
+            stop=tuple(stop or ()),
+            structured_output=_structured_output(json_schema, regex, grammar, choice),
             seed=seed,
             stop_token_ids=tuple(stop_token_id or ()),
             ignore_eos=ignore_eos,
@@ -78,6 +101,24 @@ def generate(
         _print_statistics(runs, params)
     if runs[-1].finish_reason == INTERRUPTED:
         raise typer.Exit(130)
+
+
+def _structured_output(
+    json_schema: str | None, regex: str | None, grammar: Path | None, choice: list[str] | None
+) -> StructuredOutput | None:
+    if json_schema is None and regex is None and grammar is None and not choice:
+        return None
+    if json_schema is not None and not json_schema.lstrip().startswith(("{", "true")):
+        json_schema = _read_text("--json-schema", Path(json_schema))
+    lark = _read_text("--grammar", grammar) if grammar is not None else None
+    return StructuredOutput(json_schema=json_schema, regex=regex, grammar=lark, choice=choice or None)
+
+
+def _read_text(flag: str, file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{flag}: {str(file)!r} cannot be read: {error}") from error
 
 
 def _read_prompt(prompt: str | None) -> str:

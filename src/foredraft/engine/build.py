@@ -14,16 +14,19 @@ from foredraft.cache.manager import CacheManager
 from foredraft.cache.persistence import load_cache
 from foredraft.cache.snapshot import Signature
 from foredraft.cache.storage import CacheStorage
-from foredraft.config import EngineConfig
+from foredraft.config import LOSSY_DELTA, LOSSY_EPSILON, EngineConfig
 from foredraft.engine.engine import Engine, EngineLimits, KeptCache
+from foredraft.engine.text_tools import TextTools
 from foredraft.errors import ConfigError
 from foredraft.models.fingerprint import fingerprint
 from foredraft.models.loader import LoadedModel
 from foredraft.models.mtp import MtpModules
 from foredraft.models.target import TargetModel
 from foredraft.runner.memory import CPU_CACHE_BYTES, CacheDemand, CacheSize, size_cache
-from foredraft.runner.model_runner import ModelRunner
+from foredraft.runner.model_runner import ModelRunner, RunnerSettings
 from foredraft.runner.profiling import GPU_MEMORY_UTILIZATION, measure_memory, profile_memory
+from foredraft.runner.verification import VerificationSettings
+from foredraft.sampling.grammar import GrammarCompiler
 from foredraft.scheduler.scheduler import Scheduler, SchedulerLimits
 from foredraft.speculation.drafter import Drafter
 
@@ -45,9 +48,12 @@ def build_engine(
     module_shapes = modules.kv_shapes if modules is not None else ()
     layout = CacheLayout.build(target.kv_shapes, module_shapes, target.hidden_size, target.dtype)
 
+    tools = _text_tools(loaded, target.vocab_size)
+    runner_settings = RunnerSettings(_verification_settings(config), tools.compiler)
+
     def make_runner(storage: CacheStorage, host_storage: CacheStorage | None = None) -> ModelRunner:
         drafter = drafter_type(target, modules, storage, config.draft_vocab_size) if modules is not None else None
-        return ModelRunner(target, drafter, storage, host_storage, greedy_drafts=config.draft_sampling == "greedy")
+        return ModelRunner(target, drafter, storage, host_storage, runner_settings)
 
     demand = CacheDemand(config, layout, max_depth, loaded.info.max_position_embeddings)
     size = _cache_size(demand, make_runner, target.device)
@@ -68,8 +74,24 @@ def build_engine(
     scheduler_limits = SchedulerLimits(
         config.max_num_seqs, config.max_num_batched_tokens, len(module_shapes), config.scheduling_policy
     )
-    limits = EngineLimits(target.vocab_size, size.max_model_len, max_depth, loaded.eos_token_ids)
-    return Engine(runner, Scheduler(cache, scheduler_limits), cache, limits, size, kept)
+    limits = EngineLimits(target.vocab_size, size.max_model_len, max_depth, loaded.eos_token_ids, config.verification)
+    return Engine(runner, Scheduler(cache, scheduler_limits), cache, limits, size, kept, tools)
+
+
+def _text_tools(loaded: LoadedModel, vocab_size: int) -> TextTools:
+    if loaded.tokenizer is None:
+        return TextTools()
+    return TextTools(loaded.tokenizer, GrammarCompiler(loaded.tokenizer, vocab_size, loaded.eos_token_ids))
+
+
+def _verification_settings(config: EngineConfig) -> VerificationSettings:
+    return VerificationSettings(
+        method=config.verification,
+        greedy_drafts=config.draft_sampling == "greedy",
+        epsilon=LOSSY_EPSILON if config.lossy_epsilon is None else config.lossy_epsilon,
+        delta=LOSSY_DELTA if config.lossy_delta is None else config.lossy_delta,
+        logprobs_mode=config.logprobs_mode,
+    )
 
 
 def _cache_size(

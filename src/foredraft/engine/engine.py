@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from foredraft.cache.manager import CacheManager
 from foredraft.cache.persistence import load_cache, save_cache
 from foredraft.cache.snapshot import Signature
+from foredraft.engine.output_text import OutputText
+from foredraft.engine.text_tools import NO_TEXTS, TextTools
 from foredraft.errors import ForedraftError, RequestError
 from foredraft.exactness import ExactRows
+from foredraft.plan import RequestResult, RequestTerms, StepPlan, StepResult
 from foredraft.request import Request
 from foredraft.runner.memory import CacheSize
 from foredraft.runner.model_runner import ModelRunner
+from foredraft.sampling.philox import seed_of_choice
 from foredraft.sampling_params import MAX_SEED, SamplingParams
 from foredraft.scheduler.scheduler import Committed, Scheduler
 from foredraft.statistics import EngineStats
+from foredraft.stopping import FinishReason
 
 SCHEDULER_COUNTS = ("num_preemptions", "num_queried_tokens", "num_cached_tokens")
 """Totals that the scheduler counts and `EngineStats` repeats since its reset."""
@@ -41,6 +47,7 @@ class EngineLimits:
     max_model_len: int
     max_depth: int
     eos_token_ids: frozenset[int]
+    verification: str = "rejection"
 
 
 class Engine:
@@ -57,6 +64,7 @@ class Engine:
         limits: EngineLimits,
         cache_size: CacheSize,
         kept: KeptCache | None = None,
+        texts: TextTools = NO_TEXTS,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -64,7 +72,9 @@ class Engine:
         self.limits = limits
         self.cache_size = cache_size
         self._kept = kept
-        self.stats = EngineStats()
+        self._text_tools = texts
+        self._texts: dict[str, OutputText] = {}
+        self.reset_stats()
         self._num_arrivals = 0
         self._is_stepping = False
         self._aborted_within_step: list[str] = []
@@ -74,13 +84,30 @@ class Engine:
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished
 
-    def add_request(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> Request:
-        """Queue a request. Raises RequestError if it can never be served as asked."""
+    def reset_stats(self) -> None:
+        """Begin counting anew."""
+        self.stats = EngineStats(verification=self.limits.verification)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        choice: int = 0,
+        leader: Request | None = None,
+    ) -> Request:
+        """Queue one choice of a request. Raises RequestError if it can never be served as asked.
+
+        choice: which of params.n it is; each is added by itself. leader: the first one, whose rows of the prompt the
+        others share.
+        """
         if request_id in self.scheduler:
             raise RequestError(f"request_id {request_id!r} is in use by a request that has not ended")
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
-        request = self._build_request(request_id, tuple(prompt_token_ids), params)
+        request = self._build_request(request_id, tuple(prompt_token_ids), params, choice, leader)
+        self._texts[request_id] = self._text_tools.output_text(request.terms)
         self.scheduler.add(request)
         self._num_arrivals += 1
         self.stats.num_requests += 1
@@ -143,7 +170,8 @@ class Engine:
             if not plan.requests:
                 raise RuntimeError(f"no request can proceed: {self.scheduler.unfinished_ids}")
             result = self.runner.execute(plan)
-            committed = self.scheduler.commit(plan, result)
+            result, ends = self._add_texts(plan, result)
+            committed = self.scheduler.commit(plan, result, ends)
         for update in committed:
             self.stats.num_generated_tokens += len(update.token_ids)
             if update.request.finish_reason is not None:
@@ -152,6 +180,32 @@ class Engine:
             setattr(self.stats, name, getattr(self.stats, name) + count - earlier)
         self.stats.observe_step(result.times, time.perf_counter() - started)
         return committed
+
+    def _add_texts(self, plan: StepPlan, result: StepResult) -> tuple[StepResult, dict[str, int]]:
+        """Turn new tokens into text. Returns how many tokens stay where a stop string is complete, by request.
+
+        A tokenizer that fails ends its request only.
+        """
+        ends: dict[str, int] = {}
+        outcomes = list(result.requests)
+        for index, (request, outcome) in enumerate(zip(plan.requests, outcomes)):
+            text = self._texts.get(request.request_id)
+            if text is None or not outcome.token_ids:
+                continue
+            kept, reason = request.terms.first_stop(outcome.token_ids, request.num_tokens)
+            shown = kept - (reason is FinishReason.STOP)
+            depths = (*range(1, outcome.num_accepted + 1), 0)
+            try:
+                if (end := text.add(outcome.token_ids[:shown], depths[:shown])) is not None:
+                    ends[request.request_id] = end
+            except Exception as error:  # any tokenizer's own
+                message = f"the tokenizer failed: {type(error).__name__}: {error}"
+                outcomes[index] = RequestResult(request.request_id, error=message)
+        return StepResult(tuple(outcomes), result.times), ends
+
+    def text_of(self, request_id: str) -> OutputText:
+        """The text of a request that has not ended; keep it, and it will be whole when the request has."""
+        return self._texts[request_id]
 
     def _scheduler_counts(self) -> tuple[int, ...]:
         return tuple(getattr(self.scheduler, name) for name in SCHEDULER_COUNTS)
@@ -180,35 +234,61 @@ class Engine:
 
     def _close(self, request: Request) -> None:
         self.runner.forget(request.request_id)
+        if (text := self._texts.pop(request.request_id, None)) is not None:
+            with suppress(Exception):  # a tokenizer that has failed fails again
+                text.flush()
         self.stats.speculation.add(request.stats)
 
-    def _build_request(self, request_id: str, prompt: tuple[int, ...], params: SamplingParams) -> Request:
+    def _build_request(
+        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, choice: int, leader: Request | None
+    ) -> Request:
         limits = self.limits
-        self._check_prompt(prompt)
+        self._check_prompt(prompt, params)
         prompt = tuple(map(int, prompt))  # other kinds of integers, such as those of an IntEnum
         depth = limits.max_depth if params.num_speculative_tokens is None else params.num_speculative_tokens
         self._check_depth(depth)
-        for token_id in params.stop_token_ids:
-            self._check_token("stop_token_ids", token_id)
+        self._check_options(params)
         wanted = limits.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
-        return Request(
+        seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
+        num_scored = params.prompt_logprobs
+        if num_scored is None and params.echo:
+            num_scored = params.logprobs
+        terms = RequestTerms(
             request_id=request_id,
             prompt_token_ids=prompt,
             params=params,
-            seed=secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed,
-            arrival=self._num_arrivals,
+            seed=seed if params.seed is None else seed_of_choice(seed, choice),
             max_total_tokens=min(wanted, limits.max_model_len),
             stop_token_ids=frozenset(params.stop_token_ids).union(() if params.ignore_eos else limits.eos_token_ids),
-            depth=depth,
-            exact=ExactRows.none(self.scheduler.num_modules),
+            arrival=self._num_arrivals,
+            bad_words=self._text_tools.bad_words(params),
+            marker_ids=self._text_tools.marker_ids(params),
+            num_prompt_logprobs=num_scored if choice == 0 else None,
         )
+        return Request(terms, depth, ExactRows.none(self.scheduler.num_modules), leader)
 
-    def _check_prompt(self, prompt: tuple[int, ...]) -> None:
+    def _check_options(self, params: SamplingParams) -> None:
+        words = [word for word in params.bad_words if not isinstance(word, str)]
+        for name, token_ids in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("logit_bias", [token_id for token_id, _ in params.biases]),
+            ("bad_words", itertools.chain.from_iterable(words)),
+        ):
+            for token_id in token_ids:
+                self._check_token(name, token_id)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self.limits.vocab_size:
+                raise RequestError(f"{name} must be at most {self.limits.vocab_size}, the number of token ids")
+        if params.structured_output is not None and not self.limits.eos_token_ids:
+            raise RequestError("structured_output needs a token that ends the output, and the checkpoint names none")
+
+    def _check_prompt(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
         if not prompt:
             raise RequestError("the prompt must have at least one token")
         for token_id in prompt:
             self._check_token("prompt_token_ids", token_id)
-        if len(prompt) >= self.limits.max_model_len:
+        if len(prompt) >= self.limits.max_model_len + (params.max_tokens == 0):
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens; max_model_len={self.limits.max_model_len} "
                 f"leaves room for {self.limits.max_model_len - 1} and one new token"

@@ -13,15 +13,13 @@ from transformers import PreTrainedTokenizerBase
 
 from foredraft.config import EngineConfig
 from foredraft.engine.build import build_engine, resolve_depth
-from foredraft.engine.detokenizer import Detokenizer
+from foredraft.engine.open_request import OpenChoice, OpenRequest
 from foredraft.errors import ConfigError, RequestError
 from foredraft.models.builtin import builtin_checkpoint, builtin_mtp_directory
 from foredraft.models.loader import CheckpointInfo, inspect_checkpoint, load_checkpoint
-from foredraft.outputs import RequestOutput, StreamChunk
-from foredraft.request import Request
+from foredraft.outputs import Choice, RequestOutput, StreamChunk
 from foredraft.runner.memory import CacheSize
 from foredraft.sampling_params import SamplingParams
-from foredraft.scheduler.scheduler import Committed
 from foredraft.statistics import EngineStats
 from foredraft.stopping import FinishReason
 
@@ -52,7 +50,7 @@ class LLM:
         self.tokenizer: PreTrainedTokenizerBase | None = loaded.tokenizer
         self.engine = build_engine(loaded, config)
         self._ids = itertools.count()
-        self._open: dict[str, _OpenRequest] = {}
+        self._open: dict[str, OpenRequest] = {}
 
     def close(self) -> None:
         """End all requests and, with `cache_dir`, save the cache. `with LLM(...) as llm:` closes at its end."""
@@ -80,7 +78,7 @@ class LLM:
         return self.engine.cache_size
 
     def reset_stats(self) -> None:
-        self.engine.stats = EngineStats()
+        self.engine.reset_stats()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached rows; requests that run are not disturbed."""
@@ -91,7 +89,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt (text or token ids), all in one batch; outputs in the order of the prompts.
+        """Continue each prompt (text or token ids), all in one batch; outputs in the order of the prompts, each with
+        its `n` choices.
 
         A prompt that can never be served gets an output with finish_reason "error" and the reason; the others are
         unharmed. Raises RequestError if `params` does not fit `prompts`.
@@ -99,7 +98,7 @@ class LLM:
         many = _prompts(prompts)
         each = _params(params, len(many))
         outputs: dict[int, RequestOutput] = {}
-        opened: dict[int, _OpenRequest] = {}
+        opened: dict[int, OpenRequest] = {}
         try:
             for index, (prompt, one) in enumerate(zip(many, each)):
                 try:
@@ -155,7 +154,7 @@ class LLM:
         next(chunks)  # a generator that was never begun would not abort its request when it is closed
         return chunks
 
-    def _chunks(self, request: _OpenRequest) -> Generator[StreamChunk, None, None]:
+    def _chunks(self, request: OpenRequest) -> Generator[StreamChunk, None, None]:
         try:
             yield StreamChunk((), ())
             while True:
@@ -168,31 +167,57 @@ class LLM:
         finally:
             self._discard(request)
 
-    def _submit(self, prompt: Prompt, params: SamplingParams) -> _OpenRequest:
-        request = self.engine.add_request(f"request-{next(self._ids)}", self.token_ids(prompt), params)
-        opened = _OpenRequest(request, self.tokenizer)
-        self._open[request.request_id] = opened
+    def _submit(self, prompt: Prompt, params: SamplingParams) -> OpenRequest:
+        """Add all choices of a request to the engine, or none."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
+        request_id, token_ids = f"request-{next(self._ids)}", self.token_ids(prompt)
+        opened = OpenRequest(request_id, [])
+        try:
+            for index in range(params.n):
+                choice_id = request_id if index == 0 else f"{request_id}.{index}"
+                leader = opened.choices[0].request if index else None
+                request = self.engine.add_request(choice_id, token_ids, params, choice=index, leader=leader)
+                echo = self._echo(prompt, params) if params.echo else ""
+                opened.choices.append(OpenChoice(request, index, self.engine.text_of(choice_id), echo))
+                self._open[choice_id] = opened
+        except BaseException:
+            self._discard(opened)
+            raise
         return opened
+
+    def _echo(self, prompt: Prompt, params: SamplingParams) -> str:
+        if isinstance(prompt, str) or self.tokenizer is None:
+            return prompt if isinstance(prompt, str) else ""
+        return str(self.tokenizer.decode(list(prompt), skip_special_tokens=params.skip_special_tokens))
 
     def _step(self) -> None:
         """Run one engine step for all open requests. A failure ends each of them with the error, and is raised."""
-        ended = [request for request in self._open.values() if request.notice_end()]
+        opened = list(dict.fromkeys(self._open.values()))
+        ended = [request for request in opened if request.notice_end()]
         if ended:
             return
         try:
             for update in self.engine.step():
-                if update.request.request_id in self._open:  # else its owner drives the engine by itself
-                    self._open[update.request.request_id].take(update)
+                choice_id = update.request.request_id
+                if choice_id in self._open:  # else its owner drives the engine by itself
+                    self._open[choice_id].take(update)
         except BaseException as error:
-            for request in self._open.values():
+            for request in opened:
                 request.fail(error)
-                self.engine.abort(request.request_id)
+                self._abort(request)
             raise
 
-    def _discard(self, request: _OpenRequest) -> None:
-        """Forget a request; one that has not ended is aborted."""
-        if self._open.pop(request.request_id, None) is not None:
-            self.engine.abort(request.request_id)
+    def _discard(self, request: OpenRequest) -> None:
+        """Forget a request; what has not ended of it is aborted."""
+        if any(self._open.pop(choice.request.request_id, None) is not None for choice in request.choices):
+            self._abort(request)
+        for choice in request.choices:
+            self._open.pop(choice.request.request_id, None)
+
+    def _abort(self, request: OpenRequest) -> None:
+        for choice in request.choices:
+            self.engine.abort(choice.request.request_id)
 
     def token_ids(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt as they are run; RequestError if it is text and there is no tokenizer."""
@@ -214,57 +239,6 @@ class LLM:
         if self.tokenizer is None:
             raise RequestError("prompt is text, but the checkpoint has no tokenizer: give token ids")
         return self.tokenizer
-
-
-class _OpenRequest:
-    """A request on its way: its text so far, chunks that were not read yet, and in the end its output."""
-
-    def __init__(self, request: Request, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self._request = request
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=request.params.skip_special_tokens)
-        self.chunks: list[StreamChunk] = []
-        self.output: RequestOutput | None = None
-
-    @property
-    def request_id(self) -> str:
-        return self._request.request_id
-
-    def take(self, update: Committed) -> None:
-        shown = len(update.token_ids) - int(self._request.finish_reason is FinishReason.STOP)
-        pieces = self._detokenizer.add(update.token_ids[:shown], update.token_depths[:shown])
-        if self._request.finish_reason is not None:
-            pieces += self._detokenizer.flush()
-            self.output = self._build_output(self._request.finish_reason)
-        self.chunks.append(StreamChunk(update.token_ids, tuple(pieces), self.output))
-
-    def notice_end(self) -> bool:
-        """Whether the request was ended by others than a step (`LLM.close`, `Engine.abort`), and nobody knows yet."""
-        reason = self._request.finish_reason
-        if reason is None or self.output is not None:
-            return False
-        self.output = self._build_output(reason)
-        self.chunks.append(StreamChunk((), (), self.output))
-        return True
-
-    def fail(self, error: BaseException) -> None:
-        """End here because the engine failed; what there is of the text stays."""
-        if self.output is None:
-            self.output = self._build_output(FinishReason.ERROR, f"{type(error).__name__}: {error}")
-            self.chunks.append(StreamChunk((), (), self.output))
-
-    def _build_output(self, reason: FinishReason, error: str | None = None) -> RequestOutput:
-        request = self._request
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            token_ids=tuple(request.output_token_ids),
-            token_depths=tuple(request.token_depths),
-            text=self._detokenizer.text,
-            finish_reason=reason,
-            error=error,
-            num_cached_tokens=request.num_cached_tokens or 0,
-            stats=request.stats,
-        )
 
 
 def resolve_model(config: EngineConfig) -> tuple[str | Path, str | Path | None]:
@@ -335,4 +309,4 @@ def _params(params: Any, count: int) -> list[SamplingParams]:
 
 
 def _failed(request_id: str, error: RequestError) -> RequestOutput:
-    return RequestOutput(request_id, (), (), (), "", FinishReason.ERROR, str(error))
+    return RequestOutput(request_id, (), (Choice(0, (), (), "", FinishReason.ERROR, str(error)),))

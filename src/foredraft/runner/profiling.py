@@ -20,8 +20,8 @@ GPU_MEMORY_UTILIZATION = 0.9
 """Share of a GPU's memory to use where nothing is said."""
 _ALLOCATION_UNIT = 2 << 20
 """torch's allocator takes memory for a large tensor in multiples of this."""
-_PARAMS = SamplingParams(temperature=1.0, top_p=0.99)
-"""Sampling that ranks the whole vocabulary at every row, which takes the most memory."""
+_PARAMS = SamplingParams(temperature=1.0, top_p=0.99, typical_p=0.99, repetition_penalty=1.1, logprobs=1)
+"""Sampling that changes all logits and ranks the whole vocabulary at every row, which takes the most memory."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,15 @@ class _LargestSteps:
             depth=self.demand.max_depth,
         )
         return RequestPlan(
-            terms=RequestTerms(str(index), _PARAMS, index, self._max_total_tokens, frozenset(), index),
+            terms=RequestTerms(
+                request_id=str(index),
+                prompt_token_ids=(0,) * num_tokens,
+                params=_PARAMS,
+                seed=index,
+                max_total_tokens=self._max_total_tokens,
+                stop_token_ids=frozenset(),
+                arrival=index,
+            ),
             token_ids=token_ids,
             first_row=first_row,
             num_draft_tokens=num_draft_tokens,

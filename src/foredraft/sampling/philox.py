@@ -22,6 +22,19 @@ class Stream(IntEnum):
     DRAFT = 0  # drawing a draft token
     ACCEPT = 1  # accepting or rejecting it
     RECOVER = 2  # drawing the recovered or the bonus token
+    CHOICE = 3  # deriving the seeds of further choices
+
+
+def seed_of_choice(seed: int, index: int) -> int:
+    """The seed of choice number `index` of a request with `seed`: its own for the first, and independent ones after it.
+
+    Returns 63 bits.
+    """
+    if index == 0:
+        return seed
+    counter = torch.tensor([index, 0, int(Stream.CHOICE), 0])
+    words = philox4x32(counter, torch.tensor([seed & _MASK, (seed >> 32) & _MASK])).tolist()
+    return int(words[0]) << 31 | int(words[1]) >> 1
 
 
 def uniform(seeds: Tensor, positions: Tensor, stream: Stream) -> Tensor:
@@ -36,6 +49,15 @@ def uniform(seeds: Tensor, positions: Tensor, stream: Stream) -> Tensor:
     )
     words = philox4x32(counter, torch.stack([seeds & _MASK, _high(seeds)]))
     return ((words[0] >> 5) * 2**26 + (words[1] >> 6)).double() * 2.0**-53
+
+
+def cycle_keys(positions: Tensor, depths: Tensor | int) -> Tensor:
+    """Return positions for `uniform` that no other cycle of a sequence uses, not even for the same tokens.
+
+    positions int64, of a cycle's draft 0; depths int64, counted from there, in a shape that broadcasts. Each position
+    begins one cycle at most. Returns int64 of the common shape.
+    """
+    return positions + (depths << 32)  # the upper word of a position, which sequences are too short to use
 
 
 def philox4x32(counter: Tensor, key: Tensor) -> Tensor:

@@ -35,9 +35,9 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
 
-    @property
-    def first(self) -> Request:
-        return self._requests[0]
+    def first(self, *, can_share: bool) -> Request | None:
+        """Who starts next. can_share: choices wait until the first of them has computed the rows of their prompt."""
+        return next((r for r in self._requests if not (can_share and r.is_held_back)), None)
 
     def add(self, request: Request) -> None:
         insort(self._requests, request, key=self.order)
@@ -45,11 +45,10 @@ class WaitingQueue:
     def remove(self, request: Request) -> None:
         self._requests.remove(request)
 
-    def start_first(self) -> Request:
-        """Take the first request out, and note whom it has overtaken."""
-        started = self._requests.pop(0)
+    def start(self, started: Request) -> None:
+        """Take a request out, and note whom it has overtaken."""
+        self._requests.remove(started)
         if self._uses_priority:
             for request in self._requests:
                 request.num_overtaken += request.arrival < started.arrival
             self._requests.sort(key=self.order)
-        return started

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from foredraft.cache.block_tables import RowDemand
 from foredraft.cache.manager import CacheManager
 from foredraft.config import SchedulingPolicy
 from foredraft.exactness import ExactRows
+from foredraft.logprobs import TokenLogprob
 from foredraft.plan import RequestPlan, RequestResult, StepPlan, StepResult, WindowPlan
 from foredraft.request import Request, RequestStatus
 from foredraft.scheduler.queue import WaitingQueue
 from foredraft.scheduler.upkeep import CacheUpkeep
-from foredraft.stopping import FinishReason, first_stop
+from foredraft.stopping import FinishReason
+
+_NO_ENDS: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,13 @@ class SchedulerLimits:
 
 
 class Committed(NamedTuple):
-    """What a step added to one request: tokens (with the depth each was accepted at, 0 for the target's own)."""
+    """What a step added to one request: tokens (with the depth each was accepted at, 0 for the target's own), and
+    their log-probabilities if they were asked for."""
 
     request: Request
     token_ids: tuple[int, ...]
     token_depths: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class _Share(NamedTuple):
@@ -144,12 +149,12 @@ class Scheduler:
 
         Room for the first chunk alone would let requests in that must push each other out again.
         """
-        while len(self._waiting) and budget > 0 and len(self._running) < self._limits.max_num_seqs:
-            request = self._waiting.first
-            share = self._start(request, budget)
-            if share is None:
+        while budget > 0 and len(self._running) < self._limits.max_num_seqs:
+            request = self._waiting.first(can_share=self._cache.is_shared)
+            share = self._start(request, budget) if request is not None else None
+            if request is None or share is None:
                 break
-            self._waiting.start_first()
+            self._waiting.start(request)
             request.status = RequestStatus.RUNNING
             self._running.append(request)
             self._running.sort(key=self._waiting.order)
@@ -160,9 +165,15 @@ class Scheduler:
         """Give a waiting request its blocks, cached ones first, and its share of the step. None: it has to wait."""
         depth, params = request.useful_depth, request.params
         num_passes = self._num_passes(depth)
-        match = self._cache.match(request.token_ids, params.cache_salt, num_passes)
+        match = self._cache.match(self._upkeep.findable(request), params.cache_salt, num_passes)
         request.num_computed_tokens = match.num_rows
         request.exact = ExactRows.after_hit(self._limits.num_modules, match.num_module_rows, match.module_depth)
+        donor = self._upkeep.donor(request)
+        if donor is not None:
+            match = replace(match, donor=donor.request_id, num_copied_rows=request.num_tokens)
+            request.num_computed_tokens = request.num_tokens
+            if num_passes:
+                request.exact = request.exact.after_copy(donor.exact, request.num_tokens)
         if self._cache.layout.has_module_windows:
             request.exact = request.exact.keeping_from(match.num_module_rows)
         if (row := self._upkeep.restart_row(request, num_passes)) is not None:
@@ -175,9 +186,9 @@ class Scheduler:
             request.exact = ExactRows.none(self._limits.num_modules)
             return None
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = match.num_rows
+            request.num_cached_tokens = request.num_computed_tokens
             self.num_queried_tokens += request.num_tokens
-            self.num_cached_tokens += match.num_rows
+            self.num_cached_tokens += request.num_cached_tokens
         return share
 
     def _plan_request(self, request: Request, share: _Share, planned: dict[str, RequestPlan]) -> int:
@@ -266,8 +277,11 @@ class Scheduler:
 
     # -- committing --------------------------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[Committed]:
-        """Apply a step's result token by token; results of requests that have ended meanwhile are dropped."""
+    def commit(self, plan: StepPlan, result: StepResult, ends: Mapping[str, int] = _NO_ENDS) -> list[Committed]:
+        """Apply a step's result token by token; results of requests that have ended meanwhile are dropped.
+
+        ends: how many of its new tokens a request keeps because a stop string is complete there.
+        """
         committed = []
         for request_plan, outcome in zip(plan.requests, result.requests):
             terms = request_plan.terms
@@ -275,7 +289,7 @@ class Scheduler:
             if request is None or request.arrival != terms.arrival:
                 continue
             if request_plan.is_sampling:
-                committed.append(self._commit_tokens(request, request_plan, outcome))
+                committed.append(self._commit_tokens(request, request_plan, outcome, ends.get(request.request_id)))
             else:
                 self._commit_rows(request, request_plan)
             if request.status is RequestStatus.RUNNING:
@@ -290,15 +304,24 @@ class Scheduler:
             request.stats.num_rebuilt_rows += min(plan.first_row, plan.window.end) - plan.window.start
             request.exact = request.exact.after_rows(request.num_tokens, plan.window.end, plan.window.depth)
 
-    def _commit_tokens(self, request: Request, plan: RequestPlan, outcome: RequestResult) -> Committed:
+    def _commit_tokens(
+        self, request: Request, plan: RequestPlan, outcome: RequestResult, text_end: int | None
+    ) -> Committed:
         num_accepted, before = outcome.num_accepted, plan.num_tokens
-        kept, reason = first_stop(outcome.token_ids, before, request.max_total_tokens, request.stop_token_ids)
+        kept, reason = request.terms.first_stop(outcome.token_ids, before)
+        if text_end is not None:
+            kept, reason = text_end, FinishReason.STOP
+        elif outcome.error is not None and reason is None:
+            request.error, reason = outcome.error, FinishReason.ERROR
         num_tokens = before + kept
         depths = (*range(1, num_accepted + 1), 0)
-        committed = Committed(request, outcome.token_ids[:kept], depths[:kept])
+        committed = Committed(request, outcome.token_ids[:kept], depths[:kept], outcome.logprobs[:kept])
         request.stats.observe(plan.num_draft_tokens, min(num_accepted, kept))
         request.token_ids += committed.token_ids
         request.token_depths += committed.token_depths
+        request.logprobs += committed.logprobs
+        if outcome.prompt_logprobs:
+            request.prompt_logprobs = outcome.prompt_logprobs
         # Rows of accepted drafts are computed, the one of the target's own token is not.
         request.num_computed_tokens = min(num_tokens, before + num_accepted)
         request.draft_token_ids = outcome.draft_token_ids

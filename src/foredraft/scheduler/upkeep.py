@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from foredraft.cache.manager import CacheManager
-from foredraft.request import Request
+from foredraft.request import Request, RequestStatus
 
 
 class CacheUpkeep:
@@ -13,6 +15,23 @@ class CacheUpkeep:
         self._cache = cache
         self._layout = cache.layout
         self._num_modules = num_modules
+
+    def findable(self, request: Request) -> Sequence[int]:
+        """The tokens whose rows a request may take from the cache.
+
+        Log-probabilities of its prompt come from h0 of every row, so that where windows bound h0 each must be computed.
+        """
+        needs_all_rows = request.terms.num_prompt_logprobs is not None and request.prompt_logprobs is None
+        is_bounded = self._layout.groups[self._layout.hidden_group].retention is not None
+        return () if needs_all_rows and is_bounded else request.token_ids
+
+    def donor(self, request: Request) -> Request | None:
+        """Who has all rows of a new choice's prompt in blocks of its own: the first choice, while it runs."""
+        leader = request.leader
+        if leader is None or leader.status is not RequestStatus.RUNNING or self._layout.has_windows:
+            return None
+        is_new = request.num_tokens == len(request.prompt_token_ids)
+        return leader if self._cache.is_shared and is_new and leader.num_computed_tokens >= request.num_tokens else None
 
     def num_lagging_rows(self, request: Request, depth: int) -> int:
         """Module rows to compute beyond the few of a steady decode: a hit or a spell at a smaller depth left them.

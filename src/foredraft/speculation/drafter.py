@@ -12,8 +12,10 @@ from foredraft.cache.storage import CacheStorage
 from foredraft.models.attention import GroupRows, PagedAttention, RowSpan, group_rows
 from foredraft.models.mtp import MtpModules
 from foredraft.models.target import TargetModel
-from foredraft.sampling.philox import Stream, uniform
+from foredraft.sampling.philox import Stream, cycle_keys, uniform
+from foredraft.sampling.processors import RuledRows, apply_rules
 from foredraft.sampling.sampler import SamplingTensors, greedy, probabilities, sample
+from foredraft.sampling.sampling_state import SamplingState
 
 RESERVED_SLOT = 0
 
@@ -43,10 +45,11 @@ class Window:
 
 @dataclass(frozen=True)
 class Drafts:
-    """token_ids [W, max drafts] (-1 where a window drafts fewer); probs one [drafts, V] a window, None if greedy."""
+    """token_ids [W, max drafts], -1 where a window drafts fewer; probs, for each window and draft: the probabilities
+    [V] that it was drawn from, None if it was chosen without chance."""
 
     token_ids: Tensor
-    probs: tuple[Tensor | None, ...]
+    probs: tuple[tuple[Tensor | None, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,11 @@ class Drafter:
         self._modules = modules
         self._storage = storage
 
-    def run(self, windows: Sequence[Window], sampling: SamplingTensors) -> Drafts:
-        """Run all passes of `windows`; `sampling` has a row a window, temperature 0 for greedy drafts."""
+    def run(
+        self, windows: Sequence[Window], sampling: SamplingTensors, rules: Sequence[SamplingState | None]
+    ) -> Drafts:
+        """Run all passes of `windows`; `sampling` has a row a window, temperature 0 for greedy drafts. rules: those of
+        each window, if it has any; drafts are made under them, as the target's tokens are."""
         chain = _Chain(windows, self._target.device)
         hidden = self._storage.hidden.index_select(0, chain.hidden_slots)
         previous: PassRows | None = None
@@ -95,16 +101,45 @@ class Drafter:
             paged = self._paged(chain, rows, attention)
             token_ids, positions = chain.inputs(rows)
             hidden = self._modules.forward(rows.module, token_ids, positions, hidden, paged)
-            drafting = [w for w, window in enumerate(windows) if window.num_drafts > index]
-            if drafting:
-                last = hidden.index_select(0, chain.last_rows(rows, drafting))
-                logits = self._target.draft_logits(last, self._vocab_size)
-                chosen, probs = self.choose(
-                    index, [windows[w] for w in drafting], logits, chain.rows_of(sampling, drafting)
-                )
-                chain.record(index, drafting, chosen, probs)
+            self._make_drafts(index, chain, rows, hidden, sampling, rules)
             previous = rows
         return chain.drafts()
+
+    def _make_drafts(
+        self,
+        index: int,
+        chain: _Chain,
+        rows: PassRows,
+        hidden: Tensor,
+        sampling: SamplingTensors,
+        rules: Sequence[SamplingState | None],
+    ) -> None:
+        """Make draft number `index` of every window that wants one, from the last row of its pass."""
+        drafting = [w for w, window in enumerate(chain.windows) if window.num_drafts > index]
+        if proposals := self.propose(drafting, rules, chain):
+            chain.record(index, list(proposals), torch.tensor(list(proposals.values())), None)
+            drafting = [w for w in drafting if w not in proposals]
+        if not drafting:
+            return
+        last = hidden.index_select(0, chain.last_rows(rows, drafting))
+        logits = self._target.draft_logits(last, self._vocab_size)
+        ruled = [chain.ruled(w, row, state) for row, w in enumerate(drafting) if (state := rules[w]) is not None]
+        if ruled:  # what goes wrong there will go wrong at the target's row, and is reported there
+            logits, _ = apply_rules(logits, ruled, is_draft=True)
+        windows = [chain.windows[w] for w in drafting]
+        chosen, probs = self.choose(index, windows, logits, chain.rows_of(sampling, drafting))
+        chain.record(index, drafting, chosen, probs)
+
+    def propose(self, drafting: Sequence[int], rules: Sequence[SamplingState | None], chain: _Chain) -> dict[int, int]:
+        """The next draft of the windows where their rules leave nothing to choose: no head runs for them."""
+        vocab_size = self._vocab_size or self._target.vocab_size
+        proposals = {}
+        for w in drafting:
+            if (state := rules[w]) is not None:
+                token_id = state.proposal_after(chain.drafts_of(w), vocab_size)
+                if token_id is not None:
+                    proposals[w] = token_id
+        return proposals
 
     def choose(
         self, index: int, windows: Sequence[Window], logits: Tensor, sampling: SamplingTensors
@@ -114,8 +149,8 @@ class Drafter:
         if sampling.all_greedy:
             return greedy(logits), None
         probs = probabilities(logits, sampling)
-        positions = torch.tensor([window.num_tokens + index for window in windows], device=logits.device)
-        return sample(probs, uniform(sampling.seeds, positions, Stream.DRAFT)), probs
+        positions = torch.tensor([window.num_tokens for window in windows], device=logits.device)
+        return sample(probs, uniform(sampling.seeds, cycle_keys(positions, index), Stream.DRAFT)), probs
 
     def _paged(self, chain: _Chain, rows: PassRows, attention: dict[int, GroupRows]) -> PagedAttention:
         """What a pass needs in the cache. attention: what earlier passes over the same rows have laid out, by group."""
@@ -145,7 +180,7 @@ class _Chain:
     """What the passes of one call hand on to each other: tokens with drafts filled in, slots, chosen drafts."""
 
     def __init__(self, windows: Sequence[Window], device: torch.device) -> None:
-        self._windows = windows
+        self.windows = windows
         self._device = device
         self._bases: list[int] = []
         tokens: list[int] = []
@@ -155,14 +190,14 @@ class _Chain:
         self._tokens = torch.tensor(tokens, dtype=torch.int64).to(device)
         max_drafts = max((window.num_drafts for window in windows), default=0)
         self._drafts = torch.full((len(windows), max_drafts), -1, dtype=torch.int64, device=device)
-        self._probs: list[list[Tensor]] = [[] for _ in windows]
+        self._probs: list[list[Tensor | None]] = [[] for _ in windows]
         self.hidden_slots = torch.cat([window.hidden_slots for window in windows]).to(device)
 
     def carry(self, hidden: Tensor, previous: PassRows | None, rows: PassRows) -> Tensor:
         """The rows of the previous pass's output (before the first pass: h0 of the whole window) that `rows` read."""
         if previous is None:
-            starts = tuple(window.start for window in self._windows)
-            previous = PassRows(0, 0, False, starts, tuple(window.end - window.start for window in self._windows))
+            starts = tuple(window.start for window in self.windows)
+            previous = PassRows(0, 0, False, starts, tuple(window.end - window.start for window in self.windows))
         index: list[int] = []
         base = 0
         for w, count in enumerate(rows.num_rows):
@@ -186,14 +221,14 @@ class _Chain:
         """What the rows of a pass attend to in the modules of a cache group."""
         return [
             RowSpan(count, first + count, window.module_slots[group][: first + count], window.origin)
-            for window, first, count in zip(self._windows, rows.first_row, rows.num_rows)
+            for window, first, count in zip(self.windows, rows.first_row, rows.num_rows)
             if count
         ]
 
     def write_slots(self, rows: PassRows, group: int) -> Tensor:
         """Where each row's KV goes: rows that are exact already go to the reserved block and stay as they are."""
         parts = []
-        for window, first, count in zip(self._windows, rows.first_row, rows.num_rows):
+        for window, first, count in zip(self.windows, rows.first_row, rows.num_rows):
             if count:
                 slots = window.module_slots[group][first : first + count].clone()
                 slots[: max(0, window.num_exact_rows[rows.module] - first)] = RESERVED_SLOT
@@ -206,18 +241,27 @@ class _Chain:
         return ends[list(drafting)].to(self._device)
 
     def rows_of(self, sampling: SamplingTensors, drafting: Sequence[int]) -> SamplingTensors:
-        if len(drafting) == len(self._windows):
+        if len(drafting) == len(self.windows):
             return sampling
         return sampling.rows(torch.tensor(drafting, device=self._device))
 
     def record(self, index: int, drafting: Sequence[int], chosen: Tensor, probs: Tensor | None) -> None:
         """Put the drafts of a pass where the next passes read them, and keep what they were drawn from."""
-        where = [self._bases[w] + self._windows[w].num_tokens + index for w in drafting]
+        chosen = chosen.to(self._device)
+        where = [self._bases[w] + self.windows[w].num_tokens + index for w in drafting]
         self._tokens.index_copy_(0, torch.tensor(where).to(self._device), chosen)
         self._drafts[torch.tensor(drafting).to(self._device), index] = chosen
-        if probs is not None:
-            for w, row in zip(drafting, probs):
-                self._probs[w].append(row)
+        for position, w in enumerate(drafting):
+            self._probs[w].append(None if probs is None else probs[position])
+
+    def drafts_of(self, w: int) -> tuple[int, ...]:
+        """The drafts that a window has so far, for the host: on a GPU this waits for them."""
+        return tuple(self._drafts[w, : len(self._probs[w])].tolist())
+
+    def ruled(self, w: int, row: int, state: SamplingState) -> RuledRows:
+        """A window's rules at the row of its next draft."""
+        drafts = self.drafts_of(w)
+        return RuledRows(state, row, drafts, len(drafts))
 
     def drafts(self) -> Drafts:
-        return Drafts(self._drafts, tuple(torch.stack(rows) if rows else None for rows in self._probs))
+        return Drafts(self._drafts, tuple(tuple(probs) for probs in self._probs))
