@@ -33,6 +33,10 @@ _GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOT
 _LIMITS = LLParserLimits(verbose_errors=False)  # verbose ones hold the whole grammar
 
 
+# Between the parts of JSON: bounded, or a model that likes whitespace would never come to an end.
+_WHITESPACE = r"\x20|\n\x20{0,32}"
+
+
 class GrammarCompiler:
     """Compiles structured outputs for one tokenizer, each once, and starts requests on them.
 
@@ -310,8 +314,7 @@ def _fallbacks(marker: tuple[int, ...]) -> list[int]:
 def _library_grammar(spec: StructuredOutput) -> str:
     """The specification in the library's own terms."""
     if spec.kind in ("json_schema", "json_object"):
-        # Only if it is needed: with overrides, the library parses and writes the schema once more.
-        overrides = None if spec.whitespace else {"whitespace_flexible": False}
+        overrides = {"whitespace_pattern": _WHITESPACE} if spec.whitespace else {"whitespace_flexible": False}
         return LLMatcher.grammar_from_json_schema(spec.schema_text, overrides=overrides)  # type: ignore[arg-type]
     if spec.regex is not None:
         return LLMatcher.grammar_from_regex(spec.regex)
