@@ -34,8 +34,7 @@ class EngineConfig:
     draft_sampling: str = _setting("probabilistic", "how drafts are drawn at temperature > 0: probabilistic or greedy")
     verification: VerificationMethod = _setting(
         "rejection",
-        "how drafts are accepted at temperature > 0: rejection, block (accepts more), or lossy-typical, with which the "
-        "output is not distributed as the target's",
+        "how drafts are accepted at temperature > 0: rejection, block, or lossy-typical (changes the distribution)",
     )
     lossy_epsilon: float | None = _setting(
         None, f"lossy-typical accepts a draft above this probability; {LOSSY_EPSILON} if left out"

@@ -56,9 +56,9 @@ class WindowPlan(NamedTuple):
 class RequestTerms:
     """What does not change while a request runs.
 
-    max_total_tokens: where its sequence ends at the latest; no stop counts up to min_total_tokens. bad_words and
-    marker_ids: the texts of these options (of structured_output.after) as token ids. num_prompt_logprobs: as asked,
-    or for an echo with log-probabilities. arrival tells it from another request to which its id was given since.
+    max_total_tokens: where its sequence ends at the latest. bad_words and marker_ids: the texts of these options (of
+    structured_output.after) as token ids. num_prompt_logprobs: as asked, or for an echo with log-probabilities. arrival
+    tells it from another request to which its id was given since.
     """
 
     request_id: str
@@ -72,17 +72,12 @@ class RequestTerms:
     marker_ids: tuple[int, ...] = ()
     num_prompt_logprobs: int | None = None
 
-    @property
-    def min_total_tokens(self) -> int:
-        return len(self.prompt_token_ids) + self.params.min_tokens
-
     def first_stop(self, new_token_ids: Sequence[int], num_tokens: int) -> tuple[int, FinishReason | None]:
         """How many of `new_token_ids` to keep after the first `num_tokens`, and why the request ends there, if it does.
 
         Stop strings are not looked for here.
         """
-        limits = self.max_total_tokens, self.stop_token_ids, self.min_total_tokens
-        return first_stop(new_token_ids, num_tokens, *limits)
+        return first_stop(new_token_ids, num_tokens, self.max_total_tokens, self.stop_token_ids)
 
 
 class RequestPlan(NamedTuple):

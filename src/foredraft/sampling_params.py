@@ -165,7 +165,9 @@ def _list(name: str, value: object) -> list[Any]:
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
-    ids = tuple(_list(name, value))
+    if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
+        raise RequestError(f"{name} must be a list of token ids, not {value!r:.80}")
+    ids = tuple(value)
     for token_id in ids:
         _integer(name, token_id, 0)
     return ids

@@ -16,16 +16,12 @@ class FinishReason(StrEnum):
 
 
 def first_stop(
-    new_token_ids: Sequence[int],
-    num_tokens: int,
-    max_total_tokens: int,
-    stop_token_ids: frozenset[int],
-    min_total_tokens: int = 0,
+    new_token_ids: Sequence[int], num_tokens: int, max_total_tokens: int, stop_token_ids: frozenset[int]
 ) -> tuple[int, FinishReason | None]:
     """How many of `new_token_ids` to keep, and why the request ends there (None: it goes on).
 
-    num_tokens: tokens committed before them. What comes first in the sequence wins; a stop token is kept. No token
-    stops up to min_total_tokens.
+    num_tokens: tokens committed before them. What comes first in the sequence wins; a stop token is kept. One that may
+    not stop yet (min_tokens) is never chosen.
     """
     if num_tokens + len(new_token_ids) < max_total_tokens and stop_token_ids.isdisjoint(new_token_ids):
         return len(new_token_ids), None  # nearly every step
@@ -33,7 +29,7 @@ def first_stop(
         total = num_tokens + index + 1
         if total > max_total_tokens:
             return index, FinishReason.LENGTH
-        if token_id in stop_token_ids and total > min_total_tokens:
+        if token_id in stop_token_ids:
             return index + 1, FinishReason.STOP
         if total == max_total_tokens:
             return index + 1, FinishReason.LENGTH

@@ -234,7 +234,7 @@ def test_pieces_carry_the_depth_of_their_token(tmp_path: Path) -> None:
     chunks = list(words.stream(PROMPTS[0], SamplingParams(max_tokens=10)))
     assert [piece.depth for chunk in chunks for piece in chunk.pieces] == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
     assert [len(chunk.pieces) for chunk in chunks] == [1, 3, 3, 3]
-    assert whole(chunks).text == " ".join(f"w{token_id}" for token_id in whole(chunks).token_ids)
+    assert whole(chunks).text == "".join(f" w{token_id}" for token_id in whole(chunks).token_ids)
 
 
 def test_streams_can_be_read_in_turn(llm: LLM, checkpoint: Path) -> None:

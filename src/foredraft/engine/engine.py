@@ -110,8 +110,9 @@ class Engine:
         self._texts[request_id] = self._text_tools.output_text(request.terms)
         self.scheduler.add(request)
         self._num_arrivals += 1
-        self.stats.num_requests += 1
-        self.stats.num_prompt_tokens += len(request.prompt_token_ids)
+        if choice == 0:
+            self.stats.num_requests += 1
+            self.stats.num_prompt_tokens += len(request.prompt_token_ids)
         return request
 
     def abort(self, request_id: str) -> Request | None:
