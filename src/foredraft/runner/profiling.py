@@ -108,9 +108,12 @@ def run_largest_steps(
             rows.zero_()  # rows that no step has written are read
     runner = make_runner(storage)
     steps = _LargestSteps(demand, size)
-    runner.execute(steps.prefill())
-    drafted = runner.execute(steps.decode([(0,)] * config.max_num_seqs))
-    runner.execute(steps.decode([(result.token_ids[-1], *result.draft_token_ids) for result in drafted.requests]))
+    prefill = steps.prefill()
+    runner.execute(prefill)
+    for request in prefill.requests:
+        runner.forget(request.request_id)  # others come under the same ids
+    drafted = runner.execute(steps.decode([(0,)] * config.max_num_seqs, 0))
+    runner.execute(steps.decode([(result.token_ids[-1], *result.draft_token_ids) for result in drafted.requests], 1))
     return storage.num_bytes
 
 
@@ -144,11 +147,15 @@ class _LargestSteps:
             left -= num_rows
         return StepPlan(tuple(plans))
 
-    def decode(self, pending: Sequence[tuple[int, ...]]) -> StepPlan:
-        """For each request its newest token and its pending drafts, in sequences as long as all can be at once."""
+    def decode(self, pending: Sequence[tuple[int, ...]], num_decoded: int) -> StepPlan:
+        """For each request its newest token and its pending drafts, in sequences as long as all can be at once.
+
+        num_decoded: how many tokens earlier steps have emitted for each.
+        """
         num_tokens = self._longest
         if self.size.num_tokens is not None:
             num_tokens = max(1, min(num_tokens, self.size.num_tokens // len(pending)))
+        num_tokens += num_decoded
         plans = (self._request(i, tokens, len(tokens) - 1, num_tokens) for i, tokens in enumerate(pending))
         return StepPlan(tuple(plans))
 
