@@ -7,8 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# A CPU works on so many tokens at a time, that what it has in hand stays in its cache.
-_TOKENS_IN_CACHE = 2**18
+# So many tokens are worked on at a time: on a CPU what it has in hand stays in its cache; on a GPU the many tensors
+# between logits and tokens take no more memory in a large batch than in a middling one.
+_TOKENS_ON_CPU = 2**18
+_TOKENS_ON_GPU = 2**23
 
 # Weights are summed up as integers of this unit: exactly, thus in any order and among any number of zeros. A weight is
 # at most 1, so that vocabularies below 2**19 cannot overflow.
@@ -111,15 +113,14 @@ def probabilities(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """
     if sampling.all_greedy:
         return _one_hot(logits)
-    num_rows, vocab_size = logits.shape
+    vocab_size = logits.shape[1]
     if 0 < sampling.num_candidates < vocab_size:
         costs = _costs(logits, sampling)
         # In the order of their ids, which decides ties.
         ids = _cheapest(costs, sampling.num_candidates).sort(dim=-1).values
         probs = torch.zeros_like(costs).scatter_(-1, ids, _filtered(costs.gather(-1, ids), sampling))
     else:
-        num_at_once = max(_TOKENS_IN_CACHE // vocab_size if logits.device.type == "cpu" else num_rows, 1)
-        blocks = [slice(first, first + num_at_once) for first in range(0, num_rows, num_at_once)]
+        blocks = _row_blocks(logits)
         settings = [sampling.rows(block) for block in blocks]
         probs = torch.cat([_filtered(_costs(logits[b], s), s) for b, s in zip(blocks, settings, strict=True)])
     if sampling.any_greedy:
@@ -133,6 +134,10 @@ def sample(probs: Tensor, uniforms: Tensor) -> Tensor:
     probs [R, V] float32, not negative; a row need not sum to 1, only its proportions count. uniforms [R] float64 in
     [0, 1). Returns [R] int64; a token of probability 0 is never drawn.
     """
+    return torch.cat([_sampled(probs[block], uniforms[block]) for block in _row_blocks(probs)] or [uniforms.long()])
+
+
+def _sampled(probs: Tensor, uniforms: Tensor) -> Tensor:
     vocab_size = probs.shape[-1]
     # Integers add up exactly in any order, so the cumulative sum rises at no token of weight 0, and depends neither on
     # the device nor on the other rows. Scaling by the row's maximum, which is exact too, makes the most of their bits
@@ -144,6 +149,12 @@ def sample(probs: Tensor, uniforms: Tensor) -> Tensor:
     reached = (uniforms * cumulative[:, -1].double()).long()
     ids = torch.searchsorted(cumulative, reached[:, None], right=True).squeeze(-1)
     return ids.clamp(max=vocab_size - 1)  # except in a row of nan or zeros, such as an unused one: no wild index there
+
+
+def _row_blocks(rows: Tensor) -> list[slice]:
+    """Which rows of [R, V] to work on at once: what is between two operations stays near, and takes little memory."""
+    num_at_once = max((_TOKENS_ON_CPU if rows.device.type == "cpu" else _TOKENS_ON_GPU) // rows.shape[1], 1)
+    return [slice(first, first + num_at_once) for first in range(0, len(rows), num_at_once)]
 
 
 def _one_hot(logits: Tensor) -> Tensor:
