@@ -15,3 +15,12 @@ class ModelLoadError(ForedraftError):
 
 class RequestError(ForedraftError, ValueError):
     """A request cannot be served as asked; the message names the field and the rule. Other requests are unharmed."""
+
+
+def shown(value: object) -> str:
+    """A value as a message names it: short, and without failing, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of too many digits, or a repr that is broken
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."

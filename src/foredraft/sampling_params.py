@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foredraft.errors import RequestError
+from foredraft.errors import RequestError, shown
 from foredraft.logits_processor import LogitsProcessor, StatefulLogitsProcessor
 from foredraft.structured_output import StructuredOutput
 
@@ -16,7 +16,8 @@ MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
 MAX_PRIORITY = 2**31 - 1
 MAX_CHOICES = 1024
-MAX_WEIGHT = 1e30  # of a bias or penalty: sums with logits stay finite in float32
+MAX_WEIGHT = 1e30  # of a bias or a penalty that is subtracted: sums with logits stay finite in float32
+MAX_FACTOR = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,23 +84,24 @@ class SamplingParams:
         _integer("prompt_logprobs", self.prompt_logprobs, 0, optional=True)
         _integer("num_speculative_tokens", self.num_speculative_tokens, 0, optional=True)
         if self.cache_salt is not None and not isinstance(self.cache_salt, str):
-            raise RequestError(f"cache_salt must be text, not {self.cache_salt!r:.80}")
+            raise RequestError(f"cache_salt must be text, not {shown(self.cache_salt)}")
         _integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "echo"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be true or false, not {getattr(self, name)!r:.80}")
+                raise RequestError(f"{name} must be true or false, not {shown(getattr(self, name))}")
 
     def _check_end(self) -> None:
         _integer("max_tokens", self.max_tokens, 0, optional=True)
         _integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens must be at most max_tokens={self.max_tokens}, not {self.min_tokens}")
+            limit = f"at most max_tokens={shown(self.max_tokens)}"
+            raise RequestError(f"min_tokens must be {limit}, not {shown(self.min_tokens)}")
         self._set("stop", _texts("stop", self.stop))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
 
     def _check_rules(self) -> None:
         self._set("logit_bias", _biases(self.logit_bias))
-        _real("repetition_penalty", self.repetition_penalty, 1 / MAX_WEIGHT, MAX_WEIGHT)
+        _real("repetition_penalty", self.repetition_penalty, 1 / MAX_FACTOR, MAX_FACTOR)
         _real("presence_penalty", self.presence_penalty, -MAX_WEIGHT, MAX_WEIGHT)
         _real("frequency_penalty", self.frequency_penalty, -MAX_WEIGHT, MAX_WEIGHT)
         self._set("bad_words", tuple(_bad_word(word) for word in _list("bad_words", self.bad_words)))
@@ -144,29 +146,29 @@ def _integer(name: str, value: object, low: int, high: int | None = None, *, opt
     if optional and value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be an integer, not {value!r:.80}")
+        raise RequestError(f"{name} must be an integer, not {shown(value)}")
     if value < low or (high is not None and value > high):
         limit = f"between {low} and {high}" if high is not None else f"at least {low}"
-        raise RequestError(f"{name} must be {limit}, not {value}")
+        raise RequestError(f"{name} must be {limit}, not {shown(value)}")
 
 
 def _real(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-        raise RequestError(f"{name} must be a finite number, not {value!s:.40}")
+        raise RequestError(f"{name} must be a finite number, not {shown(value)}")
     if not low <= value <= high:
         limit = f"between {low} and {high}" if math.isfinite(high) else f"at least {low}"
-        raise RequestError(f"{name} must be {limit}, not {value}")
+        raise RequestError(f"{name} must be {limit}, not {shown(value)}")
 
 
 def _list(name: str, value: object) -> list[Any]:
     if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
-        raise RequestError(f"{name} must be a list, not {value!r:.80}")
+        raise RequestError(f"{name} must be a list, not {shown(value)}")
     return list(value)
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
     if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
-        raise RequestError(f"{name} must be a list of token ids, not {value!r:.80}")
+        raise RequestError(f"{name} must be a list of token ids, not {shown(value)}")
     ids = tuple(value)
     for token_id in ids:
         _integer(name, token_id, 0)
@@ -177,7 +179,7 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else tuple(() if value is None else _list(name, value))
     for text in texts:
         if not isinstance(text, str) or not text:
-            raise RequestError(f"{name} must be text, or a list of texts, none of them empty, not {text!r:.80}")
+            raise RequestError(f"{name} must be text, or a list of texts, none of them empty, not {shown(text)}")
     return texts
 
 
@@ -201,7 +203,7 @@ def _biases(value: object) -> tuple[tuple[int, float], ...]:
     pairs = list(value.items()) if isinstance(value, Mapping) else _list("logit_bias", value)
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise RequestError(f"logit_bias must give a number for each token id, not {pair!r:.80}")
+            raise RequestError(f"logit_bias must give a number for each token id, not {shown(pair)}")
         _integer("logit_bias", pair[0], 0)
         _real("logit_bias", pair[1], -MAX_WEIGHT, MAX_WEIGHT)
     biases = {int(token_id): float(bias) for token_id, bias in pairs}

@@ -27,8 +27,8 @@ class StructuredOutput:
     choice: texts, one of which is the output.
 
     after: only what follows this text, or these token ids, must look so; the output up to it, marker included, is free.
-    whitespace: JSON may have a space, or a line break and an indentation, between its parts; without, a draft more often
-    has one way to go on.
+    whitespace: JSON may have a space, or a line break and an indentation, between its parts; without, a draft more
+    often has one way to go on.
 
     Raises RequestError, which names the field and the rule. Whether a schema or grammar can be followed is known once
     it is compiled: see GrammarCompiler.check.

@@ -13,6 +13,7 @@ from sampling.test_grammar import byte_tokenizer
 from torch import Tensor, tensor
 
 from foredraft import SamplingParams
+from foredraft.models.attention import PagedAttention
 from foredraft.outputs import Choice, RequestOutput
 
 DEPTHS = (0, 1, 3, 8)
@@ -66,14 +67,13 @@ def seen_choice(choice: Choice) -> tuple[Any, ...]:
 
 def assert_drained(fake: FakeModel) -> None:
     """All blocks are free again, no count is negative, and the next good request is served."""
-    for _ in range(2):
-        assert not fake.engine.has_unfinished
-        fake.engine.cache.check_integrity()
-        assert all(pool.num_free_blocks == pool.num_usable_blocks for pool in fake.engine.cache.pools)
-        (output,) = fake.llm.generate([PROMPT], SamplingParams(max_tokens=4, ignore_eos=True))
-        assert (len(output.token_ids), output.finish_reason) == (4, "length")
-        stats = fake.engine.stats
-        assert min([stats.num_generated_tokens, stats.num_cached_tokens, *stats.speculation.accepted_by_depth]) >= 0
+    assert not fake.engine.has_unfinished
+    fake.engine.cache.check_integrity()
+    assert all(pool.num_free_blocks == pool.num_usable_blocks for pool in fake.engine.cache.pools)
+    stats = fake.engine.stats
+    assert min([stats.num_generated_tokens, stats.num_cached_tokens, *stats.speculation.accepted_by_depth]) >= 0
+    (output,) = fake.llm.generate([PROMPT], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert (len(output.token_ids), output.finish_reason) == (3, "length")
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +232,7 @@ def test_the_turn_after_a_stop_within_a_block_equals_a_cold_one(tmp_path: Path) 
 @pytest.mark.parametrize("depth", [1, 2, 4, 8])
 @pytest.mark.parametrize("is_eos", [True, False])
 def test_an_end_token_anywhere_in_a_block_ends_the_output(path: Path, depth: int, is_eos: bool) -> None:
-    """huggingface/transformers#47912: EOS at block position 0, 1, K-1 and as the bonus; right drafts go on behind it."""
+    """huggingface/transformers#47912: EOS at block position 0, 1, K-1 and as the bonus; right drafts go on."""
     for place in sorted({0, 1, depth - 1, depth}):
         token_ids = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 12]
         token_ids[1 + place] = EOS if is_eos else 14
@@ -265,7 +265,7 @@ def test_no_more_tokens_than_asked_for(path: Path) -> None:
     for num_right in (8, 2, 0):
         fake = says(path, LETTERS, range(15))
         fake.drafter.script = right(one_after_another(range(15), 16, START), num_right)
-        for max_tokens in range(12):
+        for max_tokens in (0, 1, 2, 3, 6, 11):
             output = served_alike(fake, PROMPT, (0, 1, 4, 8), max_tokens=max_tokens, logprobs=1)
             assert (list(output.token_ids), output.finish_reason) == ([*range(max_tokens)], "length")
 
@@ -283,7 +283,14 @@ def test_rejected_drafts_cost_nothing_in_the_budget(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("max_tokens", "depth", "num_right", "num_drafts"),
-    [(1, 0, 8, [0]), (1, 3, 8, [0]), (4, 0, 8, [0] * 4), (4, 3, 8, [0, 2]), (4, 3, 0, [0, 2, 1, 0]), (4, 1, 8, [0, 1, 0])],
+    [
+        (1, 0, 8, [0]),
+        (1, 3, 8, [0]),
+        (4, 0, 8, [0] * 4),
+        (4, 3, 8, [0, 2]),
+        (4, 3, 0, [0, 2, 1, 0]),
+        (4, 1, 8, [0, 1, 0]),
+    ],
 )
 def test_no_forward_and_no_draft_is_for_nothing(
     path: Path, max_tokens: int, depth: int, num_right: int, num_drafts: list[int]
@@ -293,9 +300,9 @@ def test_no_forward_and_no_draft_is_for_nothing(
     fake.drafter.script = right(one_after_another(range(15), 16, START), num_right)
     forward, rows = fake.target.forward, list[int]()
 
-    def watched(token_ids: Tensor, *args: Any) -> Tensor:
+    def watched(token_ids: Tensor, positions: Tensor, paged: PagedAttention) -> Tensor:
         rows.append(len(token_ids))
-        return forward(token_ids, *args)
+        return forward(token_ids, positions, paged)
 
     fake.target.forward = watched  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=max_tokens, num_speculative_tokens=depth)
@@ -311,8 +318,7 @@ def test_no_forward_and_no_draft_is_for_nothing(
 @pytest.mark.parametrize("num_tokens", [0, 1, 3, 7])
 def test_min_tokens_counts_tokens_before_the_end(path: Path, num_tokens: int) -> None:
     """vllm-project/vllm#46243: the target always prefers EOS, whether EOS is drafted, or what comes instead of it."""
-    always_eos: Script = lambda *args: EOS  # noqa: E731
-    for script in (always_eos, at_positions({}, 0), at_positions({START + num_tokens: EOS}, 0)):
+    for script in (at_positions({}, EOS), at_positions({}, 0), at_positions({START + num_tokens: EOS}, 0)):
         fake = says(path, LETTERS, [EOS], script)
         output = served_alike(fake, PROMPT, min_tokens=num_tokens, max_tokens=20, logprobs=1)
         assert output.token_ids == (0,) * num_tokens + (EOS,)
@@ -337,10 +343,10 @@ def test_the_state_of_rules_advances_with_every_accepted_token(path: Path, accep
 
 
 def test_min_tokens_do_not_count_the_prompt(path: Path) -> None:
-    """NVIDIA/TensorRT-LLM#12358: a prompt of 32 tokens; without EOS the last token of the vocabulary is one as others."""
+    """NVIDIA/TensorRT-LLM#12358: a prompt of 32 tokens; without EOS the vocabulary's last token is one as others."""
     prompt = [1] * 32
-    for script in (None, at_positions({}, 0), at_positions({}, 15)):
-        fake = says(path, LETTERS, [], script)
+    for drafted in (0, 3, 15):
+        fake = says(path, LETTERS, [], at_positions({}, drafted))
         fake.target.table = one_after_another([3], 16, 32)
         output = served_alike(fake, prompt, min_tokens=8, max_tokens=20, stop_token_ids=[3])
         assert output.token_ids == (0,) * 8 + (3,)

@@ -160,3 +160,24 @@ def test_any_bytes_make_text(make: Callable[[], PreTrainedTokenizerFast]) -> Non
         detokenizer = Detokenizer(tokenizer, skip_special_tokens=True)
         pieces = detokenizer.add(token_ids, [0] * len(token_ids))
         assert "".join(piece.text for piece in pieces) == text
+
+
+ENDLESS = 10**5000
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_speculative_tokens": ENDLESS},
+        {"stop_token_ids": [ENDLESS]},
+        {"allowed_token_ids": [ENDLESS]},
+        {"logit_bias": {ENDLESS: 1.0}},
+        {"bad_words": [[ENDLESS]]},
+        {"logprobs": ENDLESS},
+    ],
+)
+def test_a_number_with_too_many_digits_to_print(llm: LLM, options: dict[str, Any]) -> None:
+    (output,) = llm.generate([1, 2], SamplingParams(**options))
+    assert output.error is not None
+    assert output.error.startswith(next(iter(options)))
+    assert llm.generate([1, 2], TWO)[0].error is None

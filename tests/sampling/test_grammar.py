@@ -171,9 +171,9 @@ def test_masks_are_the_library_s_own(
 ) -> None:
     wrapped = from_tokenizer(tokenizer, n_vocab=VOCAB_SIZE, eos_token=sorted(EOS_IDS))  # type: ignore[arg-type]
     if spec.kind in ("json_schema", "json_object"):
-        grammar = LLMatcher.grammar_from_json_schema(
-            spec.schema_text, overrides={"whitespace_flexible": spec.whitespace}
-        )
+        bounded = {"whitespace_pattern": r"\x20|\n\x20{0,32}"}
+        overrides = bounded if spec.whitespace else {"whitespace_flexible": False}
+        grammar = LLMatcher.grammar_from_json_schema(spec.schema_text, overrides=overrides)  # type: ignore[arg-type]
     elif spec.regex is not None:
         grammar = LLMatcher.grammar_from_regex(spec.regex)
     else:

@@ -1,38 +1,39 @@
-"""`foredraft bench`: speed, acceptance and the prefix cache, measured."""
+"""`foredraft bench`: speed, acceptance and the prefix cache, measured; and the commands of `bench_sampling`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated
 
 import typer
 from rich import box
-from rich.progress import track
 
 from foredraft.bench.prompts import CHAT_PROMPTS, DEFAULT_PROMPTS, read_prompts
+from foredraft.cli.bench_options import (
+    MaxTokens,
+    NumPrompts,
+    Output,
+    Prompts,
+    Raw,
+    batches_of,
+    integers,
+    tokenize,
+    with_progress,
+    write,
+)
+from foredraft.cli.bench_sampling import grammar, processors, structured, verification
 from foredraft.cli.display import depth_table, open_console
-from foredraft.cli.options import build_prompt, engine_options, load, usage_errors
+from foredraft.cli.options import engine_options, load, usage_errors
 from foredraft.config import EngineConfig
 from foredraft.errors import ForedraftError
 from foredraft.sampling_params import SamplingParams
 from foredraft.statistics import SpeculationStats
 
-if TYPE_CHECKING:
-    from foredraft import LLM
-
-Item = TypeVar("Item")
-
 DEFAULT_DEPTHS = (1, 2, 3, 4, 5, 6, 8)
 
-bench_app = typer.Typer(name="bench", help="Measure speed, acceptance and the prefix cache.", no_args_is_help=True)
-
-Prompts = Annotated[Path, typer.Option("--prompts", help='one JSON object a line, with the key "prompt"')]
-NumPrompts = Annotated[int, typer.Option(min=1, help="how many of them, from the first")]
-MaxTokens = Annotated[int, typer.Option(min=1, help="new tokens for each prompt")]
-Raw = Annotated[bool, typer.Option("--raw", help="leave out the chat template")]
-Output = Annotated[Path | None, typer.Option(help="write the figures here, as JSON")]
+bench_app = typer.Typer(
+    name="bench", help="Measure speed, acceptance, the prefix cache, and how tokens are chosen.", no_args_is_help=True
+)
 
 
 @bench_app.command()
@@ -56,7 +57,7 @@ def speed(
     from foredraft.bench.speed import measure_speed
     from foredraft.bench.variants import ForedraftVariant, Variant, check_peers, load_peers
 
-    wanted, peer_names = _integers("--depths", depths), [name for name in peers.split(",") if name]
+    wanted, peer_names = integers("--depths", depths), [name for name in peers.split(",") if name]
     if wanted and config.num_speculative_tokens is None:
         config = replace(config, num_speculative_tokens=max(wanted))
     with usage_errors():
@@ -66,14 +67,13 @@ def speed(
     tried = wanted or [depth for depth in DEFAULT_DEPTHS if depth <= llm.engine.limits.max_depth]
     variants: list[Variant] = [ForedraftVariant(llm, depth) for depth in (0, *tried)]
     variants += load_peers(peer_names, llm)
-    token_ids = _tokenize(llm, texts, is_raw=raw)
-    batches = [token_ids[first : first + batch_size] for first in range(0, len(token_ids), batch_size)]
-    result = measure_speed(variants, _with_progress(batches), max_tokens)
+    batches = batches_of(tokenize(llm, texts, is_raw=raw), batch_size)
+    result = measure_speed(variants, with_progress(batches), max_tokens)
     console = open_console()
     console.print(result.table())
     console.print(f"All outputs identical: {'yes' if result.is_identical else 'NO'}")
     settings = {"prompts": prompts.name, "max_tokens": max_tokens, "batch_size": batch_size}
-    _write(output, "speed", llm, {"settings": settings, **result.to_dict()})
+    write(output, "speed", llm, {"settings": settings, **result.to_dict()})
 
 
 @bench_app.command()
@@ -99,7 +99,7 @@ def acceptance(
         ]
     llm = load(config)
     speculation, num_tokens = SpeculationStats(), 0
-    for result in llm.generate(_tokenize(llm, texts, is_raw=raw), params):
+    for result in llm.generate(tokenize(llm, texts, is_raw=raw), params):
         if result.error is not None:
             raise ForedraftError(result.error)
         speculation.add(result.stats)
@@ -111,7 +111,7 @@ def acceptance(
     settings = {"prompts": prompts.name, "num_prompts": num_prompts, "max_tokens": max_tokens}
     settings |= {"temperature": temperature, "seed": seed, "ignore_eos": ignore_eos}
     settings["num_speculative_tokens"] = llm.engine.limits.max_depth
-    _write(output, "acceptance", llm, {"settings": settings, "num_tokens": num_tokens, **speculation.to_dict()})
+    write(output, "acceptance", llm, {"settings": settings, "num_tokens": num_tokens, **speculation.to_dict()})
 
 
 @bench_app.command()
@@ -140,7 +140,7 @@ def chats(
     console.print(f"All answers identical: {'yes' if result.is_identical else 'NO'}")
     settings = {"prompts": prompts.name, "num_prompts": num_prompts, "num_turns": num_turns, "max_tokens": max_tokens}
     settings |= {"temperature": temperature, "seed": seed, "num_speculative_tokens": llm.engine.limits.max_depth}
-    _write(output, "chats", llm, {"settings": settings, **result.to_dict()})
+    write(output, "chats", llm, {"settings": settings, **result.to_dict()})
 
 
 @bench_app.command()
@@ -164,7 +164,7 @@ def cache(
     """
     from foredraft.bench import cache as bench
 
-    index_sizes, numbers_running = _integers("--index-blocks", index_blocks), _integers("--running", running)
+    index_sizes, numbers_running = integers("--index-blocks", index_blocks), integers("--running", running)
     with usage_errors():
         bench.check_prefix(prefix_tokens, config.block_size)
         texts = read_prompts(prompts, num_prompts)
@@ -174,9 +174,9 @@ def cache(
     kinds_of_steps = [(number, depth) for number in numbers_running for depth in bench.STEP_DEPTHS]
     result = bench.CacheResult(
         len(trial_prompts[0]),
-        bench.measure_first_token(llm, trial_prompts, prefix_tokens, _with_progress(range(repeats))),
-        tuple(bench.measure_index(size) for size in _with_progress(index_sizes)),
-        tuple(bench.measure_steps(number, depth, steps) for number, depth in _with_progress(kinds_of_steps)),
+        bench.measure_first_token(llm, trial_prompts, prefix_tokens, with_progress(range(repeats))),
+        tuple(bench.measure_index(size) for size in with_progress(index_sizes)),
+        tuple(bench.measure_steps(number, depth, steps) for number, depth in with_progress(kinds_of_steps)),
     )
     console = open_console()
     for title, table in result.tables().items():
@@ -184,31 +184,8 @@ def cache(
     settings = {"prompts": prompts.name, "num_prompts": num_prompts, "prefix_tokens": prefix_tokens}
     settings |= {"repeats": repeats, "steps": steps, "block_size": config.block_size}
     settings["max_num_batched_tokens"] = config.max_num_batched_tokens
-    _write(output, "cache", llm, {"settings": settings, **result.to_dict()})
+    write(output, "cache", llm, {"settings": settings, **result.to_dict()})
 
 
-def _tokenize(llm: LLM, texts: list[str], *, is_raw: bool) -> list[list[int]]:
-    return [build_prompt(llm, text, is_raw=is_raw) for text in texts]
-
-
-def _with_progress(items: Sequence[Item]) -> Iterator[Item]:
-    """Go through the items, with a bar on standard error if that is a terminal."""
-    notes = open_console(stderr=True)
-    yield from track(items, "Measuring", console=notes, transient=True, disable=not notes.is_terminal)
-
-
-def _integers(name: str, text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")] if text else []
-    except ValueError:
-        numbers = [0]
-    if any(number < 1 for number in numbers):
-        raise typer.BadParameter(f"{name} must be numbers from 1 on, as in 1,2,4, not {text!r}")
-    return numbers
-
-
-def _write(output: Path | None, benchmark: str, llm: LLM, results: dict[str, Any]) -> None:
-    if output is not None:
-        from foredraft.bench.report import write_report
-
-        write_report(output, benchmark, llm, results)
+for command in (verification, structured, processors, grammar):
+    bench_app.command()(command)

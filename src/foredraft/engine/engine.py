@@ -15,7 +15,7 @@ from foredraft.cache.persistence import load_cache, save_cache
 from foredraft.cache.snapshot import Signature
 from foredraft.engine.output_text import OutputText
 from foredraft.engine.text_tools import NO_TEXTS, TextTools
-from foredraft.errors import ForedraftError, RequestError
+from foredraft.errors import ForedraftError, RequestError, shown
 from foredraft.exactness import ExactRows
 from foredraft.plan import RequestResult, RequestTerms, StepPlan, StepResult
 from foredraft.request import Request
@@ -297,10 +297,11 @@ class Engine:
 
     def _check_token(self, name: str, token_id: object) -> None:
         if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise RequestError(f"{name} must hold integers, not {token_id!r}")
+            raise RequestError(f"{name} must hold integers, not {shown(token_id)}")
         if not 0 <= token_id < self.limits.vocab_size:
-            raise RequestError(f"{name} must be between 0 and {self.limits.vocab_size - 1}, not {token_id}")
+            raise RequestError(f"{name} must be between 0 and {self.limits.vocab_size - 1}, not {shown(token_id)}")
 
     def _check_depth(self, depth: int) -> None:
         if isinstance(depth, bool) or not isinstance(depth, int) or not 0 <= depth <= self.limits.max_depth:
-            raise RequestError(f"num_speculative_tokens must be between 0 and {self.limits.max_depth}, not {depth!r}")
+            limit = f"between 0 and {self.limits.max_depth}"
+            raise RequestError(f"num_speculative_tokens must be {limit}, not {shown(depth)}")

@@ -168,8 +168,9 @@ class ModelRunner:
         force_greedy = self._settings.verification.greedy_drafts
         sampling = sampling_tensors([plan for plan, _ in members], self.target.device, force_greedy=force_greedy)
         drafts = self._drafter.run(windows, sampling, [memory.rules for memory in memories])
-        for memory, probs in zip(memories, drafts.probs):
-            memory.draft_probs = probs
+        for window, memory, probs in zip(windows, memories, drafts.probs):
+            if window.num_drafts:  # else drafts of an earlier step are still pending, with what they were drawn from
+                memory.draft_probs = probs
         return {
             window.request_id: tuple(token_id for token_id in row if token_id >= 0)
             for window, row in zip(windows, drafts.token_ids.tolist())

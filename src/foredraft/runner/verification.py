@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from foredraft.logprobs import LogprobsMode, TokenLogprob
 from foredraft.plan import RequestPlan
 from foredraft.runner.request_memory import RequestMemory
 from foredraft.sampling.logprobs import token_logprobs
-from foredraft.sampling.processors import RowError, RuledRows, apply_rules
+from foredraft.sampling.processors import RuledRows, apply_rules
 from foredraft.sampling.sampler import RowSettings, SamplingTensors, greedy, probabilities
 from foredraft.speculation.verifier import block_verify, rejection_sample, typical_accept, verify_greedy
 
@@ -74,7 +74,9 @@ class Verification:
                 for member, row in zip(chosen, ids.tolist()):
                     emitted[member.plan.request_id] = tuple(token_id for token_id in row if token_id >= 0)
         decisions = {request_id: Decision(ids) for request_id, ids in emitted.items()}
-        _check([member for member in members if member.memory.rules], decisions, scores, errors)
+        for request_id, (num_drafts, message) in errors.items():
+            if num_drafts < len(emitted[request_id]):  # what comes before stays, as in plain decoding
+                decisions[request_id] = Decision(emitted[request_id][:num_drafts], error=message)
         self._add_logprobs(members, decisions, logits, scores)
         return decisions
 
@@ -125,25 +127,6 @@ def sampling_tensors(
         temperature = 0.0 if force_greedy else params.temperature
         rows.append(RowSettings(temperature, params.top_k, params.top_p, plan.seed, params.min_p, params.typical_p))
     return SamplingTensors.from_params(rows, device)
-
-
-def _check(
-    ruled: Sequence[Member], decisions: dict[str, Decision], scores: Tensor, errors: Mapping[str, RowError]
-) -> None:
-    """Under rules there may be no token to choose: what comes before it stays, as in plain decoding."""
-    if not ruled:
-        return
-    emitted = [decisions[member.plan.request_id].token_ids for member in ruled]
-    rows = torch.tensor([member.first_row + len(ids) - 1 for member, ids in zip(ruled, emitted)], device=scores.device)
-    last_ids = torch.tensor([ids[-1] for ids in emitted], device=scores.device)
-    for member, ids, is_possible in zip(ruled, emitted, scores[rows, last_ids].isfinite().tolist()):
-        request_id, num_before = member.plan.request_id, len(ids) - 1
-        error = errors.get(request_id)
-        if error is not None and error.num_drafts < len(ids):
-            decisions[request_id] = Decision(ids[: error.num_drafts], error=error.message)
-        elif not is_possible:
-            message = f"the request's options leave no token at position {member.plan.num_tokens + num_before}"
-            decisions[request_id] = Decision(ids[:num_before], error=message)
 
 
 def _processed_logprobs(plans: Sequence[RequestPlan], scores: Tensor) -> Tensor:

@@ -315,7 +315,10 @@ def _library_grammar(spec: StructuredOutput) -> str:
     """The specification in the library's own terms."""
     if spec.kind in ("json_schema", "json_object"):
         overrides = {"whitespace_pattern": _WHITESPACE} if spec.whitespace else {"whitespace_flexible": False}
-        return LLMatcher.grammar_from_json_schema(spec.schema_text, overrides=overrides)  # type: ignore[arg-type]
+        try:
+            return LLMatcher.grammar_from_json_schema(spec.schema_text, overrides=overrides)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise RequestError(f"structured_output.{spec.kind} cannot be followed: {_short(error)}") from None
     if spec.regex is not None:
         return LLMatcher.grammar_from_regex(spec.regex)
     if spec.choice is not None:

@@ -66,6 +66,7 @@ def apply_rules(
         for rows in ruled:
             if rows.state.params.logits_processors:
                 _process(logits, rows, errors)
+        _note_dead_rows(logits, ruled, errors)
     return logits, errors
 
 
@@ -154,7 +155,10 @@ def _apply_masks(logits: Tensor, ruled: Sequence[RuledRows], masks: Sequence[lis
         for row, mask in zip(rows.rows.tolist(), each)
         if mask is not None
     ]
-    if chosen:
+    if logits.device.type == "cpu":
+        for row, mask in chosen:
+            logits[row].masked_fill_(~mask, -torch.inf)
+    elif chosen:
         index = torch.tensor([row for row, _ in chosen], device=logits.device)
         allowed = torch.stack([mask for _, mask in chosen]).to(logits.device)
         logits[index] = logits[index].masked_fill(~allowed, -torch.inf)
@@ -167,8 +171,24 @@ def _process(logits: Tensor, rows: RuledRows, errors: dict[str, RowError]) -> No
         except Exception as error:  # a caller's own code may raise anything; only this request ends
             found = RowError(num_drafts, f"logits_processors: {type(error).__name__}: {error!s:.500}")
             request_id = rows.state.terms.request_id
-            errors[request_id] = min(found, errors.get(request_id, found))
+            errors[request_id] = min(errors.get(request_id, found), found, key=_place)
             return
+
+
+def _note_dead_rows(logits: Tensor, ruled: Sequence[RuledRows], errors: dict[str, RowError]) -> None:
+    """A row where nothing is left, or which a processor filled with nan or inf, has no token to choose."""
+    has_token = logits.amax(dim=-1).isfinite().tolist()
+    for rows in ruled:
+        alive = has_token[rows.first_row : rows.first_row + len(rows.num_drafts)]
+        if not all(alive):
+            num_drafts, state = rows.num_drafts[alive.index(False)], rows.state
+            message = f"the request's options leave no token at position {state.num_tokens + num_drafts}"
+            found = RowError(num_drafts, message)
+            errors[state.terms.request_id] = min(errors.get(state.terms.request_id, found), found, key=_place)
+
+
+def _place(error: RowError) -> int:
+    return error.num_drafts
 
 
 def _joined(parts: Sequence[NDArray[np.float32]], device: torch.device) -> Tensor:

@@ -113,19 +113,20 @@ def probabilities(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """
     if sampling.all_greedy:
         return _one_hot(logits)
-    vocab_size = logits.shape[1]
-    if 0 < sampling.num_candidates < vocab_size:
-        costs = _costs(logits, sampling)
-        # In the order of their ids, which decides ties.
-        ids = _cheapest(costs, sampling.num_candidates).sort(dim=-1).values
-        probs = torch.zeros_like(costs).scatter_(-1, ids, _filtered(costs.gather(-1, ids), sampling))
-    else:
-        blocks = _row_blocks(logits)
-        settings = [sampling.rows(block) for block in blocks]
-        probs = torch.cat([_filtered(_costs(logits[b], s), s) for b, s in zip(blocks, settings, strict=True)])
+    probs = torch.cat([_sampled_from(logits[block], sampling.rows(block)) for block in _row_blocks(logits)])
     if sampling.any_greedy:
         probs = torch.where((sampling.temperature == 0)[:, None], _one_hot(logits), probs)
     return probs
+
+
+def _sampled_from(logits: Tensor, sampling: SamplingTensors) -> Tensor:
+    """The same for rows none of which is greedy; those that are may come out as anything."""
+    costs = _costs(logits, sampling)
+    if not 0 < sampling.num_candidates < logits.shape[1]:
+        return _filtered(costs, sampling)
+    # In the order of their ids, which decides ties.
+    ids = cheapest(costs, sampling.num_candidates).sort(dim=-1).values
+    return torch.zeros_like(costs).scatter_(-1, ids, _filtered(costs.gather(-1, ids), sampling))
 
 
 def sample(probs: Tensor, uniforms: Tensor) -> Tensor:
@@ -169,10 +170,10 @@ def _costs(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     highest = highest.masked_fill(highest == -torch.inf, 0.0)  # nothing but masked tokens: inf, not nan
     temperature = sampling.temperature.masked_fill(sampling.temperature == 0, 1.0)[:, None]
     # With the highest at 0, dividing by a tiny temperature can overflow only towards a probability of 0.
-    return (highest - scores).div_(temperature).abs_()  # no -0.0: see `_cheapest`
+    return (highest - scores).div_(temperature).abs_()  # no -0.0: see `cheapest`
 
 
-def _cheapest(costs: Tensor, count: int) -> Tensor:
+def cheapest(costs: Tensor, count: int) -> Tensor:
     """Return the ids [R, count] of the lowest costs [R, V] in ascending order, of equal ones the lowest ids."""
     # Bits of numbers without a sign are ordered as the numbers are; with the id behind them, no two are equal.
     keys = costs.view(torch.int32).long().mul_(2**32).add_(torch.arange(costs.shape[-1], device=costs.device))

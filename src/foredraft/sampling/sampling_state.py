@@ -35,6 +35,7 @@ class SamplingState:
         if params.allowed_token_ids is not None:
             self._allowed = torch.zeros(vocab_size, dtype=torch.bool)
             self._allowed[list(params.allowed_token_ids)] = True
+        self._fixed_proposal: tuple[int | None] | None = None  # without a grammar it is always the same
         has_penalty = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
         self.counts = TokenCounts(terms.prompt_token_ids) if has_penalty else None
 
@@ -88,14 +89,23 @@ class SamplingState:
             result = processor.after(draft_token_ids).process(history, logits)
             if not isinstance(result, Tensor) or result.shape != logits.shape or not result.is_floating_point():
                 raise ValueError(f"it must return logits of shape {tuple(logits.shape)}")
+            if not bool((result < torch.inf).all()):
+                raise ValueError("it must return numbers or -inf")
             logits = result.float()
         return logits.masked_fill(is_banned, -torch.inf)
 
     def proposal_after(self, draft_token_ids: Sequence[int], draft_vocab_size: int) -> int | None:
         """The next draft, where there is nothing to choose: one token is allowed, or none that a draft head knows."""
+        if self.grammar is None and self._fixed_proposal is not None:
+            return self._fixed_proposal[0]
         mask = self.mask_after(draft_token_ids)
-        if mask is None:
-            return None
+        proposal = self._only_choice(mask, draft_vocab_size) if mask is not None else None
+        if self.grammar is None:
+            self._fixed_proposal = (proposal,)
+        return proposal
+
+    @staticmethod
+    def _only_choice(mask: Tensor, draft_vocab_size: int) -> int | None:
         num_allowed = int(mask.sum())
         if num_allowed == 1 or (num_allowed and not bool(mask[:draft_vocab_size].any())):
             return int(mask.int().argmax())
