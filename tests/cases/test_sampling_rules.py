@@ -222,7 +222,9 @@ def test_top_k_of_one_takes_the_lowest_of_equal_tokens(path: Path, draft: int) -
         SamplingParams(max_tokens=5, temperature=1.0, top_k=1, seed=seed, num_speculative_tokens=seed % 4)
         for seed in range(50)
     ]
-    together = fake.llm.generate([PROMPT] * 51, [*params, SamplingParams(max_tokens=5)])
+    others = [SamplingParams(max_tokens=5), SamplingParams(max_tokens=5, temperature=1.0)]
+    *together, _ = fake.llm.generate([PROMPT] * 52, [*params, *others])
+    assert len(together) == 51
     alone = [fake.llm.generate([PROMPT], one)[0] for one in params[:8]]
     assert {output.token_ids for output in [*together, *alone]} == {(2,) * 5}
     assert_drained(fake)
