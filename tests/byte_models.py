@@ -14,7 +14,9 @@ EOS_ID = 0  # the byte 0, which no text of ours holds
 def byte_llama(path: Path, *, num_modules: int = 3) -> Path:
     """Llama with MTP modules, a tokenizer of bytes with a chat template, and an end token."""
     tiny_llama(path, num_modules=num_modules, vocab_size=256, eos_token_id=EOS_ID, max_position_embeddings=1024)
-    byte_tokenizer().save_pretrained(path)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}:"
+    tokenizer.save_pretrained(path)
     return path
 
 
@@ -26,6 +28,4 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
-    fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}:"
-    return fast
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]

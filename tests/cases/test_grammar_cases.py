@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases.test_stopping_cases import PROMPT, START, assert_drained, seen, served, served_alike
+from byte_models import byte_tokenizer
+from cases.fake_replay import PROMPT, START, assert_drained, seen, served, served_alike
 from fake_model import FakeModel, Script, Table, at_positions, right
-from sampling.test_grammar import byte_tokenizer
 from torch import Tensor
 
 from foredraft import SamplingParams

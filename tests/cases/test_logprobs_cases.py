@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.test_stopping_cases import DEPTHS, LETTERS, PROMPT, assert_drained, seen, served, served_alike
+from cases.fake_replay import DEPTHS, LETTERS, PROMPT, assert_drained, seen, served, served_alike
 from fake_model import FakeModel, Table, one_after_another, right, words_tokenizer
 from reference import Reference
 from torch import Tensor

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.test_stopping_cases import DEPTHS, LETTERS, PROMPT, START, assert_drained, seen, served, served_alike
+from cases.fake_replay import DEPTHS, LETTERS, PROMPT, START, assert_drained, seen, served, served_alike
 from fake_model import FakeModel, Script, Table, at_positions, one_after_another, right, words_tokenizer
 from scipy import stats  # type: ignore[import-untyped]
 from torch import Tensor
@@ -197,8 +197,9 @@ def test_a_greedy_row_beside_sampled_ones_names_a_token_of_the_vocabulary(tmp_pa
     logits = torch.tensor([0.1 * ((7 * token_id) % 12) for token_id in range(12)])
     logits[9] = 2.0
     drafts = outputs_at([9, 3] * 20)
-    fake = FakeModel(tmp_path, by_index(logits), drafts, vocab_size=12, num_speculative_tokens=depth)
-    greedy = SamplingParams(max_tokens=12, logprobs=3)
+    others = logits.flip(0)  # after any other token: the neighbours' rows
+    fake = FakeModel(tmp_path, lambda token_id, position: logits if token_id == 9 else others, drafts, vocab_size=12)
+    greedy = SamplingParams(max_tokens=12, logprobs=3, num_speculative_tokens=depth)
     (alone,) = fake.llm.generate([PROMPT], greedy)
     assert alone.token_ids == (9,) * 12
     sampled = [
@@ -206,8 +207,9 @@ def test_a_greedy_row_beside_sampled_ones_names_a_token_of_the_vocabulary(tmp_pa
         SamplingParams(max_tokens=12, temperature=0.7, seed=2, top_p=0.6),
     ]
     for place in range(3):
-        params = [*sampled[:place], greedy, *sampled[place:]]
-        output = fake.llm.generate([PROMPT] * 3, params)[place]
+        params, prompts = [*sampled[:place], greedy, *sampled[place:]], [[1, 2]] * 3
+        prompts[place] = PROMPT
+        output = fake.llm.generate([*prompts], params)[place]
         assert seen(output) == seen(alone)
         assert output.token_depths == alone.token_depths
         assert bool(output.stats.num_accepted_tokens) == (depth > 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.test_stopping_cases import (
+from cases.fake_replay import (
     DEPTHS,
     EOS,
     LETTERS,

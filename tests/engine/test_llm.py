@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import itertools
 from collections.abc import Iterator, Sequence
@@ -12,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from byte_models import byte_tokenizer
 from reference import Reference
 from scripted import scripted_engine
 from tiny_models import tiny_llama
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from foredraft import LLM, SamplingParams
 from foredraft.engine.detokenizer import Detokenizer
@@ -60,22 +58,6 @@ def llm(shared_llm: LLM) -> Iterator[LLM]:
 def words(tmp_path: Path) -> LLM:
     """64 tokens, each a word; there is a chat template."""
     return LLM(tiny_llama(tmp_path, tokenizer=True), **SETTINGS)
-
-
-@functools.cache
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    characters = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
-    tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in enumerate(characters)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
-
-
-def _byte_of(character: str) -> int:
-    """The byte that a character of the byte-level alphabet stands for."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return ord(character) if ord(character) in printable else others[ord(character) - 256]
 
 
 def scripted_llm(checkpoint: Path, prompts: Sequence[Sequence[int]], num_right: int) -> LLM:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from byte_models import byte_tokenizer
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from foredraft.errors import RequestError
 from foredraft.models.builtin import builtin_checkpoint
@@ -77,21 +77,6 @@ def compiler(tokenizer: PreTrainedTokenizerBase) -> GrammarCompiler:
 @pytest.fixture(scope="module")
 def letters() -> PreTrainedTokenizerBase:
     return byte_tokenizer()
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """256 tokens, one a byte; a letter's id is its code. 0 serves as EOS."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
-    tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
-
-
-def _byte_of(character: str) -> int:
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return ord(character) if ord(character) in printable else others[ord(character) - 256]
 
 
 class Letters:
