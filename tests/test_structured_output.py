@@ -106,3 +106,8 @@ def test_a_schema_that_holds_itself_is_refused() -> None:
     schema["items"] = schema
     with pytest.raises(RequestError, match="json_schema is not JSON: Circular reference"):
         StructuredOutput(json_schema=schema)
+
+
+@pytest.mark.parametrize("schema", [True, "true", {}])
+def test_any_json_value_is_a_schema(schema: object) -> None:
+    assert StructuredOutput(json_schema=schema).kind == "json_schema"  # type: ignore[arg-type]

@@ -6,8 +6,9 @@ from foredraft.config import EngineConfig
 from foredraft.errors import ConfigError, ForedraftError, ModelLoadError, RequestError
 from foredraft.logits_processor import LogitsProcessor, StatefulLogitsProcessor, TokenHistory
 from foredraft.logprobs import TokenLogprob
-from foredraft.outputs import Choice, RequestOutput, StreamChunk
+from foredraft.outputs import Choice, RequestOutput, StreamChunk, TextPiece
 from foredraft.sampling_params import SamplingParams
+from foredraft.stopping import FinishReason
 from foredraft.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = [
     "Choice",
     "ConfigError",
     "EngineConfig",
+    "FinishReason",
     "ForedraftError",
     "LogitsProcessor",
     "ModelLoadError",
@@ -40,6 +42,7 @@ __all__ = [
     "StatefulLogitsProcessor",
     "StreamChunk",
     "StructuredOutput",
+    "TextPiece",
     "TokenHistory",
     "TokenLogprob",
     "__version__",

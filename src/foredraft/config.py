@@ -12,7 +12,7 @@ from foredraft.logprobs import LogprobsMode
 MAX_SETTING = 2**48
 MAX_CPU_CACHE_GIB = 2**18
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-DRAFT_SAMPLING = ("probabilistic", "greedy")
+DraftSampling = Literal["probabilistic", "greedy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 VerificationMethod = Literal["rejection", "block", "lossy-typical"]
 LOSSY_EPSILON, LOSSY_DELTA = 0.09, 0.3
@@ -30,8 +30,12 @@ class EngineConfig:
     mtp: str | Path | None = _setting(None, "directory or file with MTP modules, if they are not with the checkpoint")
     dtype: str = _setting("auto", f"one of {', '.join(DTYPES)}; auto is float32 on a CPU, else the checkpoint's")
     device: str = _setting("auto", "torch device; auto is cuda where there is one")
-    num_speculative_tokens: int | None = _setting(None, "most draft tokens a step (K); 0 is plain decoding")
-    draft_sampling: str = _setting("probabilistic", "how drafts are drawn at temperature > 0: probabilistic or greedy")
+    num_speculative_tokens: int | None = _setting(
+        None, "most draft tokens a step (K), all modules if left out; 0 is plain decoding"
+    )
+    draft_sampling: DraftSampling = _setting(
+        "probabilistic", "how drafts are drawn at temperature > 0: probabilistic or greedy"
+    )
     verification: VerificationMethod = _setting(
         "rejection",
         "how drafts are accepted at temperature > 0: rejection, block, or lossy-typical (changes the distribution)",
@@ -66,7 +70,7 @@ class EngineConfig:
         if not isinstance(self.device, str):
             raise ConfigError(f"device must be text such as cpu or cuda:0, not {self.device!r}")
         _choice("dtype", self.dtype, DTYPES)
-        _choice("draft_sampling", self.draft_sampling, DRAFT_SAMPLING)
+        _choice("draft_sampling", self.draft_sampling, get_args(DraftSampling))
         _choice("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
         _choice("verification", self.verification, get_args(VerificationMethod))
         _choice("logprobs_mode", self.logprobs_mode, get_args(LogprobsMode))

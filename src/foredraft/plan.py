@@ -56,9 +56,9 @@ class WindowPlan(NamedTuple):
 class RequestTerms:
     """What does not change while a request runs.
 
-    max_total_tokens: where its sequence ends at the latest. bad_words and marker_ids: the texts of these options (of
-    structured_output.after) as token ids. num_prompt_logprobs: as asked, or for an echo with log-probabilities. arrival
-    tells it from another request to which its id was given since.
+    max_total_tokens: where its sequence ends at the latest. bad_words: all of them as token ids. num_prompt_logprobs:
+    as asked, or for an echo with log-probabilities. arrival tells it from another request to which its id was given
+    since.
     """
 
     request_id: str
@@ -69,7 +69,6 @@ class RequestTerms:
     stop_token_ids: frozenset[int]
     arrival: int
     bad_words: tuple[tuple[int, ...], ...] = ()
-    marker_ids: tuple[int, ...] = ()
     num_prompt_logprobs: int | None = None
 
     def first_stop(self, new_token_ids: Sequence[int], num_tokens: int) -> tuple[int, FinishReason | None]:

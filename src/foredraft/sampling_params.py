@@ -97,14 +97,14 @@ class SamplingParams:
             limit = f"at most max_tokens={shown(self.max_tokens)}"
             raise RequestError(f"min_tokens must be {limit}, not {shown(self.min_tokens)}")
         self._set("stop", _texts("stop", self.stop))
-        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        self._set("stop_token_ids", _token_ids("stop_token_ids", _some(self.stop_token_ids)))
 
     def _check_rules(self) -> None:
         self._set("logit_bias", _biases(self.logit_bias))
         _real("repetition_penalty", self.repetition_penalty, 1 / MAX_FACTOR, MAX_FACTOR)
         _real("presence_penalty", self.presence_penalty, -MAX_WEIGHT, MAX_WEIGHT)
         _real("frequency_penalty", self.frequency_penalty, -MAX_WEIGHT, MAX_WEIGHT)
-        self._set("bad_words", tuple(_bad_word(word) for word in _list("bad_words", self.bad_words)))
+        self._set("bad_words", tuple(_bad_word(word) for word in _list("bad_words", _some(self.bad_words))))
         if self.allowed_token_ids is not None:
             self._set("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
@@ -160,6 +160,11 @@ def _real(name: str, value: object, low: float, high: float) -> None:
         raise RequestError(f"{name} must be {limit}, not {shown(value)}")
 
 
+def _some(value: object) -> object:
+    """None where a list may stand is an empty one."""
+    return () if value is None else value
+
+
 def _list(name: str, value: object) -> list[Any]:
     if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
         raise RequestError(f"{name} must be a list, not {shown(value)}")
@@ -176,7 +181,7 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
 
 
 def _texts(name: str, value: object) -> tuple[str, ...]:
-    texts = (value,) if isinstance(value, str) else tuple(() if value is None else _list(name, value))
+    texts = (value,) if isinstance(value, str) else tuple(_list(name, _some(value)))
     for text in texts:
         if not isinstance(text, str) or not text:
             raise RequestError(f"{name} must be text, or a list of texts, none of them empty, not {shown(text)}")
@@ -198,13 +203,12 @@ def _bad_word(word: object) -> str | tuple[int, ...]:
 
 
 def _biases(value: object) -> tuple[tuple[int, float], ...]:
-    if value is None:
-        return ()
+    value = _some(value)
     pairs = list(value.items()) if isinstance(value, Mapping) else _list("logit_bias", value)
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise RequestError(f"logit_bias must give a number for each token id, not {shown(pair)}")
-        _integer("logit_bias", pair[0], 0)
+        _integer("logit_bias token ids", pair[0], 0)
         _real("logit_bias", pair[1], -MAX_WEIGHT, MAX_WEIGHT)
     biases = {int(token_id): float(bias) for token_id, bias in pairs}
     if len(biases) < len(pairs):
@@ -213,7 +217,7 @@ def _biases(value: object) -> tuple[tuple[int, float], ...]:
 
 
 def _processors(value: object) -> tuple[LogitsProcessor, ...]:
-    processors = tuple(() if value is None else _list("logits_processors", value))
+    processors = tuple(_list("logits_processors", _some(value)))
     for processor in processors:
         wanted = StatefulLogitsProcessor if getattr(processor, "is_stateful", None) is True else LogitsProcessor
         if isinstance(processor, type) or not isinstance(processor, wanted):

@@ -26,7 +26,8 @@ class StructuredOutput:
     grammar: a context-free grammar, in Lark's syntax (from the rule `start`), or in GBNF (`name ::= ...`, from `root`).
     choice: texts, one of which is the output.
 
-    after: only what follows this text, or these token ids, must look so; the output up to it, marker included, is free.
+    after: only what follows this text, or these token ids, must look so; the output up to it, marker included, is free,
+    and to its end where the marker does not come.
     whitespace: JSON may have a space, or a line break and an indentation, between its parts; without, a draft more
     often has one way to go on.
 

@@ -303,6 +303,7 @@ class Replay:
     def counts(self) -> list[float]:
         """Every count and time of the engine's statistics."""
         totals = dataclasses.asdict(self.engine.stats)
+        del totals["verification"]  # a name
         speculation = totals.pop("speculation")
         by_depth = itertools.chain(speculation.pop("drafted_by_depth"), speculation.pop("accepted_by_depth"))
         return [*totals.values(), *speculation.values(), *by_depth]

@@ -181,3 +181,19 @@ def test_a_number_with_too_many_digits_to_print(llm: LLM, options: dict[str, Any
     assert output.error is not None
     assert output.error.startswith(next(iter(options)))
     assert llm.generate([1, 2], TWO)[0].error is None
+
+
+def test_min_tokens_that_have_no_room(llm: LLM) -> None:
+    limit = llm.engine.limits.max_model_len
+    (output,) = llm.generate([1, 2], SamplingParams(min_tokens=limit))
+    assert output.error is not None
+    assert output.error.startswith(f"min_tokens={limit} do not fit: ")
+
+
+def test_a_prompt_that_fills_the_context_can_be_scored(llm: LLM) -> None:
+    limit = llm.engine.limits.max_model_len
+    whole, too_long = llm.generate([[1] * limit, [1] * (limit + 1)], SamplingParams(max_tokens=0, prompt_logprobs=0))
+    assert whole.error is None
+    assert whole.stats.num_cycles == 0
+    assert len(whole.prompt_logprobs or ()) == limit
+    assert too_long.error is not None

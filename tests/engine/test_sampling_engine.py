@@ -17,7 +17,7 @@ from tiny_models import tiny_llama
 from torch import Tensor
 
 from foredraft.cache.storage import CacheStorage
-from foredraft.config import EngineConfig
+from foredraft.config import DraftSampling, EngineConfig
 from foredraft.engine.build import build_engine
 from foredraft.engine.engine import Engine
 from foredraft.models.mtp import MtpModules
@@ -50,7 +50,7 @@ def engine_of(
     checkpoint: Checkpoint,
     *,
     depth: int = 3,
-    draft_sampling: str = "probabilistic",
+    draft_sampling: DraftSampling = "probabilistic",
     draft_vocab_size: int | None = None,
     num_blocks: int = 64,
     max_num_seqs: int = 5,

@@ -84,7 +84,7 @@ class Letters:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, spec: StructuredOutput) -> None:
         compiler = GrammarCompiler(tokenizer, 256, frozenset({0}))
-        self.state = compiler.start(spec, compiler.marker_ids(spec))
+        self.state = compiler.start(spec)
 
     def after(self, drafts: str = "") -> str | None:
         mask = self.state.mask_after(self.ids(drafts))
@@ -110,7 +110,7 @@ def any_of(rng: random.Random, mask: Tensor | None) -> int:
 
 
 def fresh_mask(compiler: GrammarCompiler, spec: StructuredOutput, token_ids: Sequence[int]) -> Tensor | None:
-    state = compiler.start(spec, compiler.marker_ids(spec))
+    state = compiler.start(spec)
     state.commit(token_ids)
     return state.mask_after(())
 
@@ -130,7 +130,7 @@ def test_rejected_drafts_leave_no_trace(
 ) -> None:
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     assert len(token_ids) >= 30
-    state, rng = compiler.start(spec, ()), random.Random(0)
+    state, rng = compiler.start(spec), random.Random(0)
     for num_tokens, token_id in enumerate(token_ids):
         for _ in range(2):
             drafts = drafts_near(rng, state, token_ids[num_tokens:])
@@ -163,7 +163,7 @@ def test_masks_are_the_library_s_own(
         grammar = LLMatcher.grammar_from_regex(spec.regex)
     else:
         grammar = LLMatcher.grammar_from_lark(SUM)
-    matcher, state = LLMatcher(wrapped, grammar), compiler.start(spec, ())
+    matcher, state = LLMatcher(wrapped, grammar), compiler.start(spec)
     for token_id in tokenizer.encode(text, add_special_tokens=False):
         mask = state.mask_after(())
         assert mask is not None
@@ -177,7 +177,7 @@ def test_masks_are_the_library_s_own(
 
 def test_each_mask_is_made_once(tokenizer: PreTrainedTokenizerBase, compiler: GrammarCompiler) -> None:
     token_ids = tokenizer.encode(json.dumps(ADA), add_special_tokens=False)
-    state = compiler.start(StructuredOutput(json_schema=PERSON), ())
+    state = compiler.start(StructuredOutput(json_schema=PERSON))
     for _ in range(2):  # while drafting, and for verification
         for num_drafts in range(6):
             state.mask_after(token_ids[:num_drafts])
@@ -227,7 +227,7 @@ class TestEnd:
 
     @pytest.mark.parametrize("eos_id", sorted(EOS_IDS))
     def test_any_eos_ends_it(self, compiler: GrammarCompiler, eos_id: int) -> None:
-        state = compiler.start(StructuredOutput(regex="(ab)*"), ())
+        state = compiler.start(StructuredOutput(regex="(ab)*"))
         assert {0, 2} < set(ids(state.mask_after(())))
         state.commit([eos_id])
         assert state.is_complete
@@ -281,12 +281,28 @@ class TestMarker:
         assert [grammar.after(drafts) for drafts in ("$", "x$", "xy")] == [None, None, "a"]
         assert grammar.state.forced_after([]) is None
 
-    def test_a_special_token_is_one(self, tokenizer: PreTrainedTokenizerBase, compiler: GrammarCompiler) -> None:
-        for after, expected in (("<|im_start|>", 1), ("</think>", 3)):
-            marker = compiler.marker_ids(StructuredOutput(regex="a", after=after))
-            assert len(marker) == expected
-            assert tokenizer.decode(list(marker)) == after
-        assert compiler.marker_ids(StructuredOutput(regex="a")) == ()
+    @pytest.mark.parametrize(
+        ("written", "after"),
+        [
+            ("Hence ANSWER:", "ANSWER:"),
+            ("ANSWER:", "ANSWER:"),
+            ("x</think>", "</think>"),
+            ("x.</think>", "</think>"),
+            ("so be", "so b"),
+            ("so<|im_start|>", "<|im_start|>"),
+            ("日本", "本"),
+        ],
+    )
+    def test_a_text_is_found_in_whatever_tokens_it_comes(
+        self, tokenizer: PreTrainedTokenizerBase, compiler: GrammarCompiler, written: str, after: str
+    ) -> None:
+        """Also where it begins or ends within a token, of which the rest is free."""
+        state, begun = compiler.start(StructuredOutput(regex="[0-9]", after=after)), []
+        for token_id in tokenizer.encode(written, add_special_tokens=False):
+            begun.append(state.mask_after(()) is not None)
+            state.commit([token_id])
+        assert not any(begun)
+        assert tokenizer.decode(ids(state.mask_after(()))) == "0123456789"
 
     def test_a_token_that_the_model_lacks(self, compiler: GrammarCompiler) -> None:
         with pytest.raises(RequestError, match=r"structured_output.after must be tokens of the model, below 49152"):
@@ -296,7 +312,7 @@ class TestMarker:
 class TestVocabulary:
     def test_a_model_with_more_logits_than_tokens(self, tokenizer: PreTrainedTokenizerBase) -> None:
         compiler = GrammarCompiler(tokenizer, 49300, frozenset({2, 49299, 60000}))
-        state = compiler.start(StructuredOutput(regex="(?s:.)*"), ())
+        state = compiler.start(StructuredOutput(regex="(?s:.)*"))
         allowed = ids(state.mask_after(()))
         assert [token_id for token_id in allowed if token_id >= VOCAB_SIZE] == [49299]
         assert len(allowed) > 48000
@@ -308,22 +324,22 @@ class TestVocabulary:
 
     def test_a_model_with_fewer(self, letters: PreTrainedTokenizerBase) -> None:
         compiler = GrammarCompiler(letters, 100, frozenset({0}))
-        assert ids(compiler.start(StructuredOutput(regex="[a-z]"), ()).mask_after(())) == [97, 98, 99]
+        assert ids(compiler.start(StructuredOutput(regex="[a-z]")).mask_after(())) == [97, 98, 99]
         with pytest.raises(RequestError, match=r"structured_output.regex cannot be followed: no token of the model"):
             compiler.check(StructuredOutput(regex="z"))
-        state = compiler.start(StructuredOutput(regex="az"), ())
+        state = compiler.start(StructuredOutput(regex="az"))
         state.commit([97])
         with pytest.raises(RequestError, match="structured_output cannot be followed: no token of the model goes on"):
             state.mask_after(())
 
     def test_eos_is_no_part_of_a_grammar(self, compiler: GrammarCompiler) -> None:
-        state = compiler.start(StructuredOutput(grammar='start: "a" <|im_end|> "b"'), ())
+        state = compiler.start(StructuredOutput(grammar='start: "a" <|im_end|> "b"'))
         state.commit(ids(state.mask_after(())))
         with pytest.raises(RequestError, match="structured_output cannot be followed: no token of the model goes on"):
             state.mask_after(())
 
     def test_control_tokens_are_no_text(self, tokenizer: PreTrainedTokenizerBase, compiler: GrammarCompiler) -> None:
-        state = compiler.start(StructuredOutput(regex="(?s:.)+"), ())
+        state = compiler.start(StructuredOutput(regex="(?s:.)+"))
         mask = state.mask_after(())
         assert mask is not None
         assert not mask[tokenizer.all_special_ids].any()
@@ -367,7 +383,7 @@ class TestKinds:
     def test_choices_are_literal(self, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
         # A compiler of its own: a model that writes NUL may not have it as EOS.
         compiler = GrammarCompiler(tokenizer, VOCAB_SIZE, frozenset({2}))
-        state = compiler.start(StructuredOutput(choice=[text, "other"]), ())
+        state = compiler.start(StructuredOutput(choice=[text, "other"]))
         state.commit(tokenizer.encode(text, add_special_tokens=False))
         assert state.is_complete
 
@@ -377,7 +393,7 @@ class TestKinds:
 
     def test_gbnf_escapes(self, tokenizer: PreTrainedTokenizerBase, compiler: GrammarCompiler) -> None:
         state = compiler.start(
-            StructuredOutput(grammar=r'root ::= "\u00e9\u0041" [\u4e00-\u9fff]+ "\U0001F600\\u00e9\x41"'), ()
+            StructuredOutput(grammar=r'root ::= "\u00e9\u0041" [\u4e00-\u9fff]+ "\U0001F600\\u00e9\x41"')
         )
         state.commit(tokenizer.encode("éA日本😀\\u00e9A", add_special_tokens=False))
         assert state.is_complete
@@ -412,7 +428,7 @@ def random_text(
     rng: random.Random, compiler: GrammarCompiler, spec: StructuredOutput, tokenizer: PreTrainedTokenizerBase
 ) -> str:
     """Any token that is allowed, one as likely as another, in blocks of drafts of which the first half is accepted."""
-    state, output = compiler.start(spec, ()), list[int]()
+    state, output = compiler.start(spec), list[int]()
     while not state.is_complete:
         drafts: list[int] = []
         for _ in range(6):
@@ -463,18 +479,18 @@ def test_a_grammar_that_becomes_too_complex_fails_its_request_only(compiler: Gra
     ambiguous = StructuredOutput(
         grammar="\n".join(["start: x", f"x: x x | {' | '.join(f'y{k}' for k in kinds)}", *rules])
     )
-    state = compiler.start(ambiguous, ())
+    state = compiler.start(ambiguous)
     state.commit([81] * 200)  # never raises: the next mask does
     assert not state.is_complete
     with pytest.raises(RequestError, match="structured_output cannot be followed: "):
         state.mask_after(())
-    assert compiler.start(ambiguous, ()).mask_after(()) is not None
+    assert compiler.start(ambiguous).mask_after(()) is not None
 
 
 def test_compiled_grammars_are_shared_and_their_number_is_bounded(letters: PreTrainedTokenizerBase) -> None:
     compiler = GrammarCompiler(letters, 256, frozenset({0}))
-    first = compiler.start(StructuredOutput(regex="a"), ())
-    second = compiler.start(StructuredOutput(regex="a", after="x"), (120,))
+    first = compiler.start(StructuredOutput(regex="a"))
+    second = compiler.start(StructuredOutput(regex="a", after="x"))
     assert len(compiler._compiled) == 1
     first.commit([97])
     assert first.is_complete

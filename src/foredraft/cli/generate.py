@@ -58,7 +58,7 @@ def generate(
     stop: Annotated[list[str] | None, _sampling("a text that ends the output and is left out; repeatable")] = None,
     json_schema: Annotated[str | None, _sampling("the output is JSON that this schema allows: a file, or JSON")] = None,
     regex: Annotated[str | None, _sampling("the output matches this regular expression")] = None,
-    grammar: Annotated[Path | None, _sampling("the output follows the Lark or EBNF grammar in this file")] = None,
+    grammar: Annotated[Path | None, _sampling("the output follows the Lark or GBNF grammar in this file")] = None,
     choice: Annotated[list[str] | None, _sampling("the output is one of the choices; repeatable")] = None,
     stop_token_id: Annotated[list[int] | None, _sampling("a token that ends the text, besides EOS; repeatable")] = None,
     ignore_eos: Annotated[bool, _sampling("go on after EOS", "--ignore-eos")] = False,
@@ -118,7 +118,7 @@ def _read_text(flag: str, file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"{flag}: {str(file)!r} cannot be read: {error}") from error
+        raise typer.BadParameter(f"{flag} cannot be read: {error}") from error
 
 
 def _read_prompt(prompt: str | None) -> str:

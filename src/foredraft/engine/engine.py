@@ -249,6 +249,7 @@ class Engine:
         depth = limits.max_depth if params.num_speculative_tokens is None else params.num_speculative_tokens
         self._check_depth(depth)
         self._check_options(params)
+        self._text_tools.check_grammar(params)
         wanted = limits.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
         seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
         num_scored = params.prompt_logprobs
@@ -263,7 +264,6 @@ class Engine:
             stop_token_ids=frozenset(params.stop_token_ids).union(() if params.ignore_eos else limits.eos_token_ids),
             arrival=self._num_arrivals,
             bad_words=self._text_tools.bad_words(params),
-            marker_ids=self._text_tools.marker_ids(params),
             num_prompt_logprobs=num_scored if choice == 0 else None,
         )
         return Request(terms, depth, ExactRows.none(self.scheduler.num_modules), leader)
@@ -273,7 +273,7 @@ class Engine:
         for name, token_ids in (
             ("stop_token_ids", params.stop_token_ids),
             ("allowed_token_ids", params.allowed_token_ids or ()),
-            ("logit_bias", [token_id for token_id, _ in params.biases]),
+            ("logit_bias token ids", [token_id for token_id, _ in params.biases]),
             ("bad_words", itertools.chain.from_iterable(words)),
         ):
             for token_id in token_ids:
@@ -289,11 +289,13 @@ class Engine:
             raise RequestError("the prompt must have at least one token")
         for token_id in prompt:
             self._check_token("prompt_token_ids", token_id)
-        if len(prompt) >= self.limits.max_model_len + (params.max_tokens == 0):
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens; max_model_len={self.limits.max_model_len} "
-                f"leaves room for {self.limits.max_model_len - 1} and one new token"
-            )
+        limit = self.limits.max_model_len
+        if len(prompt) > limit or (len(prompt) == limit and params.max_tokens != 0):
+            room = f"max_model_len={limit} leaves room for {limit - 1} and one new token"
+            raise RequestError(f"the prompt has {len(prompt)} tokens; {room}")
+        if len(prompt) + params.min_tokens > limit:
+            room = f"after a prompt of {len(prompt)} tokens max_model_len={limit} leaves room for {limit - len(prompt)}"
+            raise RequestError(f"min_tokens={shown(params.min_tokens)} do not fit: {room}")
 
     def _check_token(self, name: str, token_id: object) -> None:
         if isinstance(token_id, bool) or not isinstance(token_id, int):

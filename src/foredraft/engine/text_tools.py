@@ -49,14 +49,13 @@ class TextTools:
             raise RequestError("bad_words holds texts, but the checkpoint has no tokenizer: give lists of token ids")
         return tuple(int(token_id) for token_id in self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def marker_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Check a grammar, and return the tokens after which it begins."""
+    def check_grammar(self, params: SamplingParams) -> None:
+        """Raise RequestError if a grammar is asked for that cannot be followed."""
         if params.structured_output is None:
-            return ()
+            return
         if self.compiler is None:
             raise RequestError("structured_output needs a tokenizer, and the checkpoint has none")
         self.compiler.check(params.structured_output)
-        return self.compiler.marker_ids(params.structured_output)
 
 
 NO_TEXTS = TextTools()

@@ -36,7 +36,7 @@ class RequestMemory:
         grammar, wanted = None, terms.params.structured_output
         if wanted is not None:
             assert compiler is not None, "checked when the request was added"
-            grammar = compiler.start(wanted, terms.marker_ids)
+            grammar = compiler.start(wanted)
         return cls(SamplingState(terms, vocab_size, grammar))
 
     def score_prompt(self, plan: RequestPlan, logits_of_rows: Callable[[int, int], Tensor]) -> None:

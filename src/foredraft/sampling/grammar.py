@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
@@ -55,29 +55,23 @@ class GrammarCompiler:
 
     def check(self, spec: StructuredOutput) -> None:
         """Raise RequestError, naming the field, if `spec` cannot be followed with this tokenizer."""
-        self.marker_ids(spec)
         self._matcher(spec)
-
-    def marker_ids(self, spec: StructuredOutput) -> tuple[int, ...]:
-        """The token ids of `spec.after`, none without it; RequestError if the model has no such tokens.
-
-        Text is tokenized by itself, and a special token written as text is one token.
-        """
-        if spec.after is None:
-            return ()
-        ids = spec.after
-        if isinstance(ids, str):
-            ids = self._require_tokenizer().encode(ids, add_special_tokens=False)
-        if not ids or not all(0 <= token_id < self.vocab_size for token_id in ids):
+        if isinstance(spec.after, tuple) and not all(0 <= token_id < self.vocab_size for token_id in spec.after):
             raise RequestError(f"structured_output.after must be tokens of the model, below {self.vocab_size}")
-        return tuple(ids)
 
-    def start(self, spec: StructuredOutput, marker: tuple[int, ...]) -> GrammarState:
-        """The grammar at the beginning of an output; with a marker, of one that is free up to the marker's end.
+    def start(self, spec: StructuredOutput) -> GrammarState:
+        """The grammar at the beginning of an output, which is free up to the end of the marker if there is one.
 
         Raises RequestError as `check` does.
         """
-        return GrammarState(self, self._matcher(spec).deep_copy(), marker)
+        return GrammarState(self, self._matcher(spec).deep_copy(), _marker(spec, self.bytes_of))
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """What a token writes; a special token its name."""
+        tokenizer = self._require_tokenizer()
+        if token_id in tokenizer.added_tokens_decoder:
+            return str(tokenizer.added_tokens_decoder[token_id].content).encode()
+        return self._tokenizer.decode_bytes([token_id]) if 0 <= token_id < self._num_tokens else b""
 
     def allowed(
         self, matcher: LLMatcher, field: str = "structured_output"
@@ -160,7 +154,7 @@ class _Place:
 
     token_id: int  # the path's last token
     phase: _Phase
-    num_matched: int = 0  # tokens of the marker that the path ends with
+    num_matched: int = 0  # how much of the marker the path ends with
     num_consumed: int = 0  # tokens that the matcher has consumed in all
     mask: Tensor | None = None  # once computed
     forced: int | None = None  # the only token that the mask allows
@@ -173,13 +167,12 @@ class GrammarState:
     while drafting is there when the same drafts are verified. Masks are shared between calls: do not change them.
     """
 
-    def __init__(self, compiler: GrammarCompiler, matcher: LLMatcher, marker: tuple[int, ...]) -> None:
+    def __init__(self, compiler: GrammarCompiler, matcher: LLMatcher, marker: _Marker | None) -> None:
         self.num_masks = 0
         self.seconds = 0.0  # for masks, and for following tokens
         self._compiler = compiler
         self._matcher = matcher
         self._marker = marker
-        self._fallbacks = _fallbacks(marker)
         # The first is where the committed tokens end, the others follow the drafts.
         self._path = [_Place(-1, _Phase.FREE if marker else _Phase.INSIDE)]
         self._num_consumed = 0  # by the matcher, which may stand anywhere on the path
@@ -274,8 +267,9 @@ class GrammarState:
         """One token further."""
         following = _Place(token_id, place.phase, place.num_matched, place.num_consumed)
         if place.phase is _Phase.FREE:
-            following.num_matched = self._match_marker(place.num_matched, token_id)
-            if following.num_matched == len(self._marker):
+            assert self._marker is not None
+            following.num_matched = self._marker.after(place.num_matched, token_id)
+            if following.num_matched == self._marker.length:
                 following.phase = _Phase.INSIDE
         elif place.phase is _Phase.INSIDE:
             self._stand_at(place)
@@ -293,30 +287,49 @@ class GrammarState:
         is_known = 0 <= token_id < self._compiler.vocab_size
         return is_known and self._matcher.try_consume_tokens([token_id]) == 1 and not self._matcher.is_error()
 
-    def _match_marker(self, num_matched: int, token_id: int) -> int:
-        while num_matched and self._marker[num_matched] != token_id:
+
+class _Marker:
+    """What a grammar waits for: a text, whatever tokens it comes in, or certain tokens (Knuth, Morris and Pratt)."""
+
+    def __init__(self, symbols: Sequence[int], symbols_of: Callable[[int], Sequence[int]]) -> None:
+        self.length = len(symbols)
+        self._symbols = symbols
+        self._symbols_of = symbols_of
+        self._fallbacks = [0] * (self.length + 1)  # for n matched: how many still are if the next one is another
+        num_matched = 0
+        for index in range(1, self.length):
+            num_matched = self._extended(num_matched, symbols[index])
+            self._fallbacks[index + 1] = num_matched
+
+    def after(self, num_matched: int, token_id: int) -> int:
+        """How much is matched one token further; once it is all, the rest of the token is of no account."""
+        for symbol in self._symbols_of(token_id):
+            num_matched = self._extended(num_matched, symbol)
+            if num_matched == self.length:
+                break
+        return num_matched
+
+    def _extended(self, num_matched: int, symbol: int) -> int:
+        while num_matched and self._symbols[num_matched] != symbol:
             num_matched = self._fallbacks[num_matched]
-        return num_matched + (self._marker[num_matched] == token_id)
+        return num_matched + (self._symbols[num_matched] == symbol)
 
 
-def _fallbacks(marker: tuple[int, ...]) -> list[int]:
-    """For n tokens matched: how many still are if the next one is not the marker's (Knuth, Morris and Pratt)."""
-    fallbacks = [0] * (len(marker) + 1)
-    num_matched = 0
-    for index in range(1, len(marker)):
-        while num_matched and marker[num_matched] != marker[index]:
-            num_matched = fallbacks[num_matched]
-        num_matched += marker[num_matched] == marker[index]
-        fallbacks[index + 1] = num_matched
-    return fallbacks
+def _marker(spec: StructuredOutput, bytes_of: Callable[[int], bytes]) -> _Marker | None:
+    if spec.after is None:
+        return None
+    if isinstance(spec.after, str):
+        return _Marker(spec.after.encode(), bytes_of)
+    return _Marker(spec.after, lambda token_id: (token_id,))
 
 
 def _library_grammar(spec: StructuredOutput) -> str:
     """The specification in the library's own terms."""
     if spec.kind in ("json_schema", "json_object"):
         overrides = {"whitespace_pattern": _WHITESPACE} if spec.whitespace else {"whitespace_flexible": False}
+        schema_text = "{}" if spec.schema_text.strip() == "true" else spec.schema_text
         try:
-            return LLMatcher.grammar_from_json_schema(spec.schema_text, overrides=overrides)  # type: ignore[arg-type]
+            return LLMatcher.grammar_from_json_schema(schema_text, overrides=overrides)  # type: ignore[arg-type]
         except ValueError as error:
             raise RequestError(f"structured_output.{spec.kind} cannot be followed: {_short(error)}") from None
     if spec.regex is not None:

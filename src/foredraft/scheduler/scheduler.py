@@ -316,7 +316,8 @@ class Scheduler:
         num_tokens = before + kept
         depths = (*range(1, num_accepted + 1), 0)
         committed = Committed(request, outcome.token_ids[:kept], depths[:kept], outcome.logprobs[:kept])
-        request.stats.observe(plan.num_draft_tokens, min(num_accepted, kept))
+        if kept:
+            request.stats.observe(plan.num_draft_tokens, min(num_accepted, kept))
         request.token_ids += committed.token_ids
         request.token_depths += committed.token_depths
         request.logprobs += committed.logprobs
