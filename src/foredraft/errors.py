@@ -24,3 +24,12 @@ def shown(value: object) -> str:
     except Exception:  # an integer of too many digits, or a repr that is broken
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def described(error: BaseException) -> str:
+    """Somebody else's error for a message: its kind and its text, short, even if it cannot say what it is."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(it has no text)"
+    return f"{type(error).__name__}: {text}"[:500]

@@ -18,6 +18,7 @@ MAX_PRIORITY = 2**31 - 1
 MAX_CHOICES = 1024
 MAX_WEIGHT = 1e30  # of a bias or a penalty that is subtracted: sums with logits stay finite in float32
 MAX_FACTOR = 1e6
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6  # besides 0; beyond them float32 knows but one token, or all alike
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,13 +118,24 @@ class SamplingParams:
         self._set("logits_processors", _processors(self.logits_processors))
 
     def _check_temperature_and_filters(self) -> None:
-        _real("temperature", self.temperature, 0.0, math.inf)
+        if self.temperature != 0:
+            _real("temperature", self.temperature, MIN_TEMPERATURE, MAX_TEMPERATURE)
         _integer("top_k", self.top_k, 0, MAX_TOP_K)
         for name in ("top_p", "typical_p"):
             _real(name, getattr(self, name), 0.0, 1.0)
             if getattr(self, name) == 0.0:
                 raise RequestError(f"{name} must be greater than 0")
         _real("min_p", self.min_p, 0.0, 1.0)
+        for name in (
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "temperature",
+            "top_p",
+            "typical_p",
+            "min_p",
+        ):
+            self._set(name, float(getattr(self, name)))
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # lists become tuples: the record stays as it was checked

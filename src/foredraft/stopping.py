@@ -33,4 +33,4 @@ def first_stop(
             return index + 1, FinishReason.STOP
         if total == max_total_tokens:
             return index + 1, FinishReason.LENGTH
-    return len(new_token_ids), None
+    return len(new_token_ids), FinishReason.LENGTH if num_tokens + len(new_token_ids) >= max_total_tokens else None

@@ -29,7 +29,7 @@ from foredraft.sampling_params import SamplingParams
 from foredraft.speculation.drafter import Drafter, Drafts, Window
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-MODES = ["probabilistic", "greedy"]
+MODES: tuple[DraftSampling, ...] = ["probabilistic", "greedy"]
 
 
 @pytest.fixture
@@ -92,7 +92,9 @@ OTHER_PROMPTS = [[7], [9, 9, 8], [3, 1, 4, 1], [6] * 11]
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("top_p", [1.0, 0.7])
-def test_a_seeded_request_returns_the_same_tokens_in_any_company(llama: Checkpoint, mode: str, top_p: float) -> None:
+def test_a_seeded_request_returns_the_same_tokens_in_any_company(
+    llama: Checkpoint, mode: DraftSampling, top_p: float
+) -> None:
     seeded = SamplingParams(max_tokens=20, temperature=0.9, top_p=top_p, seed=0)
     engine = engine_of(llama, draft_sampling=mode)
     (alone,) = serve(engine, [PROMPT], [seeded])
@@ -117,7 +119,7 @@ def test_a_seeded_request_returns_the_same_tokens_in_any_company(llama: Checkpoi
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_preempted_request_keeps_its_drafts_and_so_its_tokens(small: Checkpoint, mode: str) -> None:
+def test_a_preempted_request_keeps_its_drafts_and_so_its_tokens(small: Checkpoint, mode: DraftSampling) -> None:
     params = [SamplingParams(max_tokens=20, temperature=3.0, seed=seed) for seed in range(12)]
     roomy = engine_of(small, depth=2, draft_sampling=mode)
     crowded = engine_of(small, depth=2, draft_sampling=mode, num_blocks=10)
@@ -274,7 +276,7 @@ def p_value(observed: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize(("mode", "draft_vocab_size"), [*((mode, None) for mode in MODES), ("probabilistic", 5)])
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
 def test_emitted_tokens_are_distributed_as_the_targets_own(
-    small: Checkpoint, mode: str, draft_vocab_size: int | None, top_p: float
+    small: Checkpoint, mode: DraftSampling, draft_vocab_size: int | None, top_p: float
 ) -> None:
     prompt = [1, 2, 3]
     engine = engine_of(

@@ -15,7 +15,7 @@ from foredraft.cache.persistence import load_cache, save_cache
 from foredraft.cache.snapshot import Signature
 from foredraft.engine.output_text import OutputText
 from foredraft.engine.text_tools import NO_TEXTS, TextTools
-from foredraft.errors import ForedraftError, RequestError, shown
+from foredraft.errors import ForedraftError, RequestError, described, shown
 from foredraft.exactness import ExactRows
 from foredraft.plan import RequestResult, RequestTerms, StepPlan, StepResult
 from foredraft.request import Request
@@ -106,9 +106,13 @@ class Engine:
             raise RequestError(f"request_id {request_id!r} is in use by a request that has not ended")
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
+        if self._is_stepping:
+            raise RequestError("a request cannot be added within a step, by a logits processor for instance")
         request = self._build_request(request_id, tuple(prompt_token_ids), params, choice, leader)
-        self._texts[request_id] = self._text_tools.output_text(request.terms)
-        self.scheduler.add(request)
+        text = self._text_tools.output_text(request.terms)
+        with self._whole():
+            self._texts[request_id] = text
+            self.scheduler.add(request)
         self._num_arrivals += 1
         if choice == 0:
             self.stats.num_requests += 1
@@ -144,6 +148,7 @@ class Engine:
             finally:
                 for request in requests:
                     self._close(request)
+                self._forget_all()
             raise
 
     def set_num_speculative_tokens(self, request_id: str, num_speculative_tokens: int) -> None:
@@ -155,8 +160,8 @@ class Engine:
 
     def step(self) -> list[Committed]:
         """Run one step and return what it added to which requests. A failure ends all requests and is raised."""
-        self._is_stepping = True
         try:
+            self._is_stepping = True
             return self._step()
         finally:
             self._is_stepping = False
@@ -173,10 +178,10 @@ class Engine:
             result = self.runner.execute(plan)
             result, ends = self._add_texts(plan, result)
             committed = self.scheduler.commit(plan, result, ends)
-        for update in committed:
-            self.stats.num_generated_tokens += len(update.token_ids)
-            if update.request.finish_reason is not None:
-                self._close(update.request)
+            for update in committed:
+                self.stats.num_generated_tokens += len(update.token_ids)
+                if update.request.finish_reason is not None:
+                    self._close(update.request)
         for name, count, earlier in zip(SCHEDULER_COUNTS, self._scheduler_counts(), before):
             setattr(self.stats, name, getattr(self.stats, name) + count - earlier)
         self.stats.observe_step(result.times, time.perf_counter() - started)
@@ -200,7 +205,7 @@ class Engine:
                 if (end := text.add(outcome.token_ids[:shown], depths[:shown])) is not None:
                     ends[request.request_id] = end
             except Exception as error:  # any tokenizer's own
-                message = f"the tokenizer failed: {type(error).__name__}: {error}"
+                message = f"the tokenizer failed: {described(error)}"
                 outcomes[index] = RequestResult(request.request_id, error=message)
         return StepResult(tuple(outcomes), result.times), ends
 
@@ -232,6 +237,14 @@ class Engine:
             save_cache(*place)
         except (OSError, ValueError) as error:
             raise ForedraftError(f"cache_dir {self._kept.directory}: the cache cannot be saved: {error}") from error
+
+    def _forget_all(self) -> None:
+        """No request is left: nor is anything of those that a broken-off change had taken out already."""
+        self.runner.forget_all()
+        for text in self._texts.values():
+            with suppress(Exception):
+                text.flush()
+        self._texts.clear()
 
     def _close(self, request: Request) -> None:
         self.runner.forget(request.request_id)

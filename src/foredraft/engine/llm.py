@@ -173,16 +173,20 @@ class LLM:
             raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
         request_id, token_ids = f"request-{next(self._ids)}", self.token_ids(prompt)
         opened = OpenRequest(request_id, [])
+        choice_ids: list[str] = []
         try:
             for index in range(params.n):
                 choice_id = request_id if index == 0 else f"{request_id}.{index}"
                 leader = opened.choices[0].request if index else None
+                choice_ids.append(choice_id)
                 request = self.engine.add_request(choice_id, token_ids, params, choice=index, leader=leader)
                 echo = self._echo(prompt, params) if params.echo else ""
                 opened.choices.append(OpenChoice(request, index, self.engine.text_of(choice_id), echo))
                 self._open[choice_id] = opened
         except BaseException:
-            self._discard(opened)
+            for choice_id in choice_ids:
+                self._open.pop(choice_id, None)
+                self.engine.abort(choice_id)
             raise
         return opened
 

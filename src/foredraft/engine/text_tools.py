@@ -39,7 +39,10 @@ class TextTools:
         words: dict[tuple[int, ...], None] = {}
         for word in params.bad_words:
             if isinstance(word, str):
-                words |= dict.fromkeys(filter(None, (self._encode(word), self._encode(f" {word.lstrip()}"))))
+                bare = word.removeprefix(" ")
+                is_word = bool(bare) and not bare[0].isspace()
+                forms = (word, f" {bare}") if is_word else (word,)
+                words |= dict.fromkeys(filter(None, map(self._encode, forms)))
             else:
                 words[tuple(word)] = None
         return tuple(words)

@@ -60,7 +60,7 @@ class ModelRunner:
         self._run_target([p for p in plan.requests if p.token_ids])
         for request in plan.requests:
             self._memory(request).score_prompt(request, partial(self._logits_of_rows, request))
-        sampling = [p for p in plan.requests if p.is_sampling]
+        sampling = [p for p in plan.requests if p.is_sampling and p.num_tokens < p.terms.max_total_tokens]
         logits = self._logits(sampling)
         forwarded = self._now()
         decisions = self._decide(sampling, logits)
@@ -74,6 +74,10 @@ class ModelRunner:
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request that is over."""
         self._memories.pop(request_id, None)
+
+    def forget_all(self) -> None:
+        """Drop what is kept for any request."""
+        self._memories.clear()
 
     def _memory(self, plan: RequestPlan) -> RequestMemory:
         memory = self._memories.get(plan.request_id)
@@ -92,11 +96,13 @@ class ModelRunner:
         self, plan: RequestPlan, decisions: Mapping[str, Decision], drafts: Mapping[str, tuple[int, ...]]
     ) -> RequestResult:
         request_id = plan.request_id
-        decision = decisions.get(request_id)
-        if decision is None:
-            return RequestResult(request_id)
+        decision = decisions.get(request_id, Decision(()))
         scored: tuple[TokenLogprob | None, ...] = ()
-        if plan.num_tokens == len(plan.terms.prompt_token_ids) and plan.terms.num_prompt_logprobs is not None:
+        if (
+            plan.is_sampling
+            and plan.num_tokens == len(plan.terms.prompt_token_ids)
+            and plan.terms.num_prompt_logprobs is not None
+        ):
             scored = tuple(self._memories[request_id].prompt_logprobs)
         return RequestResult(
             request_id, decision.token_ids, drafts.get(request_id, ()), decision.logprobs, scored, decision.error

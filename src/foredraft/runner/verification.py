@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from foredraft.logprobs import LogprobsMode, TokenLogprob
 from foredraft.plan import RequestPlan
 from foredraft.runner.request_memory import RequestMemory
 from foredraft.sampling.logprobs import token_logprobs
-from foredraft.sampling.processors import RuledRows, apply_rules
+from foredraft.sampling.processors import RowError, RuledRows, apply_rules
 from foredraft.sampling.sampler import RowSettings, SamplingTensors, greedy, probabilities
 from foredraft.speculation.verifier import block_verify, rejection_sample, typical_accept, verify_greedy
 
@@ -70,7 +70,10 @@ class Verification:
             chosen = [member for member in members if (member.plan.params.temperature == 0) == is_greedy]
             if chosen:
                 rows = _padded_rows(chosen).to(logits.device)
-                ids = self._greedy(chosen, scores, rows) if is_greedy else self._sampled(chosen, scores, rows)
+                # Drafts after a row where no token can be chosen decide nothing, not even how many are accepted.
+                drafts = _pending_drafts(chosen, errors).to(logits.device)
+                decide = self._greedy if is_greedy else self._sampled
+                ids = decide(chosen, drafts, scores, rows)
                 for member, row in zip(chosen, ids.tolist()):
                     emitted[member.plan.request_id] = tuple(token_id for token_id in row if token_id >= 0)
         decisions = {request_id: Decision(ids) for request_id, ids in emitted.items()}
@@ -80,16 +83,15 @@ class Verification:
         self._add_logprobs(members, decisions, logits, scores)
         return decisions
 
-    def _greedy(self, members: Sequence[Member], scores: Tensor, rows: Tensor) -> Tensor:
-        return verify_greedy(_pending_drafts(members).to(scores.device), greedy(scores)[rows])
+    def _greedy(self, members: Sequence[Member], drafts: Tensor, scores: Tensor, rows: Tensor) -> Tensor:
+        return verify_greedy(drafts, greedy(scores)[rows])
 
-    def _sampled(self, members: Sequence[Member], scores: Tensor, rows: Tensor) -> Tensor:
+    def _sampled(self, members: Sequence[Member], drafts: Tensor, scores: Tensor, rows: Tensor) -> Tensor:
         settings, device = self._settings, scores.device
         sampling = sampling_tensors([member.plan for member in members], device)
         per_row = sampling.rows(torch.arange(len(members), device=device).repeat_interleave(rows.shape[1]))
         target_probs = probabilities(scores[rows.flatten()], per_row).view(*rows.shape, -1)
         positions = torch.tensor([member.plan.num_tokens for member in members], device=device)
-        drafts = _pending_drafts(members).to(device)
         if settings.method == "lossy-typical":
             return typical_accept(drafts, target_probs, sampling.seeds, positions, settings.epsilon, settings.delta)
         verify = block_verify if settings.method == "block" else rejection_sample
@@ -152,12 +154,13 @@ def _padded_rows(members: Sequence[Member]) -> Tensor:
     return torch.tensor([member.first_row for member in members]).unsqueeze(1) + torch.minimum(offsets, last)
 
 
-def _pending_drafts(members: Sequence[Member]) -> Tensor:
-    """[B, max drafts] int64, padded with -1."""
+def _pending_drafts(members: Sequence[Member], errors: Mapping[str, RowError]) -> Tensor:
+    """[B, max drafts] int64, padded with -1; those before a request's error."""
     width = max(member.plan.num_draft_tokens for member in members)
     padded = torch.full((len(members), width), -1, dtype=torch.int64)
     for row, member in zip(padded, members):
-        if drafts := member.draft_token_ids:
+        error = errors.get(member.plan.request_id)
+        if drafts := member.draft_token_ids[: None if error is None else error.num_drafts]:
             row[: len(drafts)] = torch.tensor(drafts)
     return padded
 
@@ -168,7 +171,7 @@ def _pending_probs(members: Sequence[Member], drafts: Tensor, target_probs: Tens
     for index, member in enumerate(members):
         for depth, probs in enumerate(member.memory.draft_probs[: member.plan.num_draft_tokens]):
             if probs is None:
-                padded[index, depth, drafts[index, depth]] = 1.0
+                padded[index, depth, drafts[index, depth].clamp(min=0)] = 1.0
             else:
                 padded[index, depth, : len(probs)] = probs
     return padded

@@ -134,7 +134,8 @@ class GrammarCompiler:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         field = f"structured_output.{spec.kind}"
         _raise_error(matcher, field)
-        self.allowed(matcher, field)  # some of what cannot be followed shows here only
+        allowed = self.allowed(matcher, field)  # some of what cannot be followed shows here only
+        _try_rollback(matcher.deep_copy(), int(allowed.argmax()), field)
         self._compiled[grammar] = matcher
         if len(self._compiled) > MAX_COMPILED:
             self._compiled.popitem(last=False)
@@ -321,6 +322,13 @@ def _marker(spec: StructuredOutput, bytes_of: Callable[[int], bytes]) -> _Marker
     if isinstance(spec.after, str):
         return _Marker(spec.after.encode(), bytes_of)
     return _Marker(spec.after, lambda token_id: (token_id,))
+
+
+def _try_rollback(matcher: LLMatcher, token_id: int, field: str) -> None:
+    """Some attributes of Lark rules keep the library from going back, which drafts need."""
+    if matcher.try_consume_tokens([token_id]) == 1:
+        matcher.rollback(1)
+        _raise_error(matcher, field)
 
 
 def _library_grammar(spec: StructuredOutput) -> str:

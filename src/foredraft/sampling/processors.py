@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foredraft.errors import RequestError
+from foredraft.errors import RequestError, described
 from foredraft.sampling.sampling_state import SamplingState
 
 Ids = NDArray[np.int64]
@@ -169,7 +169,7 @@ def _process(logits: Tensor, rows: RuledRows, errors: dict[str, RowError]) -> No
         try:
             logits[row] = rows.state.process(rows.draft_token_ids[:num_drafts], logits[row].clone())
         except Exception as error:  # a caller's own code may raise anything; only this request ends
-            found = RowError(num_drafts, f"logits_processors: {type(error).__name__}: {error!s:.500}")
+            found = RowError(num_drafts, f"logits_processors: {described(error)}")
             request_id = rows.state.terms.request_id
             errors[request_id] = min(errors.get(request_id, found), found, key=_place)
             return

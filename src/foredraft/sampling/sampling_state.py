@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foredraft.errors import RequestError
 from foredraft.logits_processor import LogitsProcessor, StatefulLogitsProcessor, TokenHistory
 from foredraft.plan import RequestTerms
 from foredraft.sampling.grammar import GrammarState
@@ -25,7 +26,7 @@ class SamplingState:
         self.terms = terms
         self.params = params
         self.grammar = grammar
-        self.stop_token_ids = np.array(sorted(terms.stop_token_ids), np.int64)
+        self.stop_token_ids = np.array(sorted(t for t in terms.stop_token_ids if t < vocab_size), np.int64)
         self.bias_ids = np.array([token_id for token_id, _ in params.biases], np.int64)
         self.bias_values = np.array([bias for _, bias in params.biases], np.float32)
         self.output_token_ids: list[int] = []
@@ -89,16 +90,21 @@ class SamplingState:
             result = processor.after(draft_token_ids).process(history, logits)
             if not isinstance(result, Tensor) or result.shape != logits.shape or not result.is_floating_point():
                 raise ValueError(f"it must return logits of shape {tuple(logits.shape)}")
+            if result is not logits:  # the next one may change what it is given, and this one keep what it returned
+                result = result.to(logits.device, torch.float32, copy=True)
             if not bool((result < torch.inf).all()):
                 raise ValueError("it must return numbers or -inf")
-            logits = result.float()
+            logits = result
         return logits.masked_fill(is_banned, -torch.inf)
 
     def proposal_after(self, draft_token_ids: Sequence[int], draft_vocab_size: int) -> int | None:
         """The next draft, where there is nothing to choose: one token is allowed, or none that a draft head knows."""
         if self.grammar is None and self._fixed_proposal is not None:
             return self._fixed_proposal[0]
-        mask = self.mask_after(draft_token_ids)
+        try:
+            mask = self.mask_after(draft_token_ids)
+        except RequestError:  # if it is still there when the drafts before are accepted, it is reported then
+            return None
         proposal = self._only_choice(mask, draft_vocab_size) if mask is not None else None
         if self.grammar is None:
             self._fixed_proposal = (proposal,)
@@ -131,32 +137,57 @@ class BadWords:
 
 
 class _ForkedProcessor:
-    """A processor at the committed tokens, and its clones along the drafts that were asked for last."""
+    """A processor at the committed tokens, and its clones along the drafts that were asked for last.
+
+    A clone that could not be made, or advanced, is kept as the error: it is raised if it is asked for.
+    """
 
     def __init__(self, processor: LogitsProcessor) -> None:
         self._processor = processor
         self._drafts: list[int] = []
-        self._clones: list[StatefulLogitsProcessor] = []
+        self._clones: list[StatefulLogitsProcessor | Exception] = []
         if processor.is_stateful:
             assert isinstance(processor, StatefulLogitsProcessor)
-            self._clones = [processor.clone()]
+            self._clones = [_advanced(processor, None)]
 
     def after(self, draft_token_ids: Sequence[int]) -> LogitsProcessor:
         """The processor in the state after these drafts."""
         if not self._clones:
             return self._processor
-        num_common = 0
-        while num_common < len(self._drafts) and [*draft_token_ids[: num_common + 1]] == self._drafts[: num_common + 1]:
-            num_common += 1
-        del self._drafts[num_common:], self._clones[num_common + 1 :]
-        for token_id in draft_token_ids[num_common:]:
-            clone = self._clones[-1].clone()
-            clone.advance(token_id)
-            self._clones.append(clone)
-            self._drafts.append(token_id)
-        return self._clones[len(draft_token_ids)]
+        self._follow(draft_token_ids)
+        clone = self._clones[len(draft_token_ids)]
+        if isinstance(clone, Exception):
+            raise clone
+        return clone
 
     def commit(self, token_ids: Sequence[int]) -> None:
         if self._clones:
-            self.after(token_ids)
-            self._drafts, self._clones = [], [self._clones[-1]]
+            self._follow(token_ids)
+            self._drafts, self._clones = [], [self._clones[len(token_ids)]]
+
+    def _follow(self, token_ids: Sequence[int]) -> None:
+        num_common = 0
+        for known, token_id in zip(self._drafts, token_ids):
+            if known != token_id:
+                break
+            num_common += 1
+        if num_common < len(token_ids):
+            del self._drafts[num_common:], self._clones[num_common + 1 :]
+            for token_id in token_ids[num_common:]:
+                self._clones.append(_advanced(self._clones[-1], token_id))
+                self._drafts.append(token_id)
+
+
+def _advanced(
+    processor: StatefulLogitsProcessor | Exception, token_id: int | None
+) -> StatefulLogitsProcessor | Exception:
+    """A clone, one token further if there is one."""
+    if isinstance(processor, Exception):
+        return processor
+    try:
+        clone = processor.clone()
+        if token_id is not None:
+            clone.advance(token_id)
+    except Exception as error:  # a caller's own code may raise anything
+        return error
+    return clone
