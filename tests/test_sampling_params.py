@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import sys
 from dataclasses import fields, replace
 from enum import IntEnum
 from types import MappingProxyType
@@ -17,7 +16,15 @@ from torch import Tensor
 from foredraft import SamplingParams
 from foredraft.errors import RequestError
 from foredraft.logits_processor import TokenHistory
-from foredraft.sampling_params import MAX_CHOICES, MAX_FACTOR, MAX_PRIORITY, MAX_SEED, MAX_TOP_K, MAX_WEIGHT
+from foredraft.sampling_params import (
+    MAX_CHOICES,
+    MAX_FACTOR,
+    MAX_PRIORITY,
+    MAX_SEED,
+    MAX_TEMPERATURE,
+    MAX_TOP_K,
+    MAX_WEIGHT,
+)
 from foredraft.structured_output import StructuredOutput
 
 HUGE = 10**5000
@@ -44,7 +51,7 @@ HIGHEST: dict[str, int | float] = {
     "repetition_penalty": MAX_FACTOR,
     "presence_penalty": MAX_WEIGHT,
     "frequency_penalty": MAX_WEIGHT,
-    "temperature": sys.float_info.max,
+    "temperature": MAX_TEMPERATURE,
     "top_k": MAX_TOP_K,
     "top_p": 1.0,
     "min_p": 1.0,

@@ -118,8 +118,10 @@ class SamplingParams:
         self._set("logits_processors", _processors(self.logits_processors))
 
     def _check_temperature_and_filters(self) -> None:
-        if self.temperature != 0:
-            _real("temperature", self.temperature, MIN_TEMPERATURE, MAX_TEMPERATURE)
+        _real("temperature", self.temperature, -math.inf, MAX_TEMPERATURE)
+        if self.temperature < MIN_TEMPERATURE and self.temperature != 0:
+            limits = f"0, or between {MIN_TEMPERATURE} and {MAX_TEMPERATURE}"
+            raise RequestError(f"temperature must be {limits}, not {shown(self.temperature)}")
         _integer("top_k", self.top_k, 0, MAX_TOP_K)
         for name in ("top_p", "typical_p"):
             _real(name, getattr(self, name), 0.0, 1.0)

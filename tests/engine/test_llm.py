@@ -387,7 +387,7 @@ def test_chat_without_a_template_or_with_bad_messages_is_refused(llm: LLM, words
         ("max_tokens", -1, "at least 0"),
         ("max_tokens", 2.0, "an integer"),
         ("max_tokens", True, "an integer"),
-        ("temperature", -0.1, "at least 0"),
+        ("temperature", -0.1, "0, or between 1e-06 and 1000000.0"),
         ("temperature", float("nan"), "a finite number"),
         ("temperature", float("inf"), "a finite number"),
         ("temperature", "1", "a finite number"),

@@ -29,7 +29,7 @@ from foredraft.sampling_params import SamplingParams
 from foredraft.speculation.drafter import Drafter, Drafts, Window
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-MODES: tuple[DraftSampling, ...] = ["probabilistic", "greedy"]
+MODES: list[DraftSampling] = ["probabilistic", "greedy"]
 
 
 @pytest.fixture

@@ -195,7 +195,7 @@ def test_a_grammar_that_drafts_cannot_be_taken_back_from_is_refused(path: Path, 
 
 @pytest.mark.parametrize("value", [1e39, 1e7, 1e-7, 1e-50])
 def test_temperatures_that_float32_cannot_tell_from_others(value: float) -> None:
-    with pytest.raises(RequestError, match=r"temperature must be between 1e-06 and 1000000.0"):
+    with pytest.raises(RequestError, match=r"temperature must be .*1000000.0, not"):
         SamplingParams(temperature=value)
 
 
