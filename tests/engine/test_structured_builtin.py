@@ -14,7 +14,7 @@ from foredraft.bench.structured import SchemaCheck
 def answers(llm: LLM, tasks: Sequence[JsonTask], depth: int, temperature: float = 0.0) -> list[RequestOutput]:
     params = [
         SamplingParams(
-            max_tokens=300,
+            max_tokens=1000,
             temperature=temperature,
             seed=index,
             structured_output=StructuredOutput(json_schema=task.schema),
