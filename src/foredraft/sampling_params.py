@@ -149,11 +149,15 @@ class SamplingParams:
         return tuple(pairs)
 
     @property
+    def has_penalty(self) -> bool:
+        """Whether it matters which tokens there have been."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
     def changes_logits(self) -> bool:
         """Whether any option acts on the logits themselves, before temperature and filters."""
-        has_penalty = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         has_ban = bool(self.bad_words) or self.allowed_token_ids is not None or self.structured_output is not None
-        return has_penalty or has_ban or bool(self.logit_bias or self.min_tokens or self.logits_processors)
+        return self.has_penalty or has_ban or bool(self.logit_bias or self.min_tokens or self.logits_processors)
 
 
 def _integer(name: str, value: object, low: int, high: int | None = None, *, optional: bool = False) -> None:

@@ -59,7 +59,8 @@ class ModelRunner:
         self.copy_blocks(plan.copies)
         self._run_target([p for p in plan.requests if p.token_ids])
         for request in plan.requests:
-            self._memory(request).score_prompt(request, partial(self._logits_of_rows, request))
+            if request.terms.num_prompt_logprobs is not None:
+                self._memory(request).score_prompt(request, partial(self._logits_of_rows, request))
         sampling = [p for p in plan.requests if p.is_sampling and p.num_tokens < p.terms.max_total_tokens]
         logits = self._logits(sampling)
         forwarded = self._now()

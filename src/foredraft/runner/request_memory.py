@@ -45,8 +45,7 @@ class RequestMemory:
         logits_of_rows: from first row and end to logits [R, V].
         """
         terms = plan.terms
-        if terms.num_prompt_logprobs is None:
-            return
+        assert terms.num_prompt_logprobs is not None, "asked for only"
         end = min(plan.first_row + len(plan.token_ids), len(terms.prompt_token_ids) - 1)
         for first in range(len(self.prompt_logprobs) - 1, end, MAX_SCORED_ROWS):
             last = min(end, first + MAX_SCORED_ROWS)

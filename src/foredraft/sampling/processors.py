@@ -57,11 +57,11 @@ def apply_rules(
     """
     logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
     errors: dict[str, RowError] = {}
-    masks = {id(rows): _masks(rows, errors) for rows in ruled}
+    masks = [_masks(rows, errors) for rows in ruled]
     _add_biases(logits, ruled)
     _subtract_penalties(logits, ruled)
-    _ban(logits, [_banned(rows, masks[id(rows)]) for rows in ruled])
-    _apply_masks(logits, ruled, [masks[id(rows)] for rows in ruled])
+    _ban(logits, [_banned(rows, own) for rows, own in zip(ruled, masks)])
+    _apply_masks(logits, ruled, masks)
     if not is_draft:
         for rows in ruled:
             if rows.state.params.logits_processors:

@@ -37,8 +37,7 @@ class SamplingState:
             self._allowed = torch.zeros(vocab_size, dtype=torch.bool)
             self._allowed[list(params.allowed_token_ids)] = True
         self._fixed_proposal: tuple[int | None] | None = None  # without a grammar it is always the same
-        has_penalty = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-        self.counts = TokenCounts(terms.prompt_token_ids) if has_penalty else None
+        self.counts = TokenCounts(terms.prompt_token_ids) if params.has_penalty else None
 
     @property
     def num_tokens(self) -> int:
