@@ -23,6 +23,7 @@ from foredraft.cache.storage import CacheStorage
 from foredraft.config import EngineConfig
 from foredraft.engine.build import build_engine
 from foredraft.engine.engine import Engine
+from foredraft.engine.open_requests import OpenRequests
 from foredraft.models.attention import PagedAttention
 from foredraft.models.loader import load_checkpoint
 from foredraft.models.mtp import MtpModules
@@ -148,7 +149,7 @@ class FakeModel:
         settings = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "dtype": "float32", **settings}
         self.llm = LLM(path, **settings)
         self.engine, self.target, self.drafter = self._build(path, self.llm.config, eos_token_ids, tokenizer)
-        self.llm.engine, self.llm.tokenizer = self.engine, tokenizer
+        self.llm.requests, self.llm.tokenizer = OpenRequests(self.engine), tokenizer
         self.target.table = table
         self.drafter.script = script
 

@@ -15,11 +15,13 @@ class SpeculationStats:
     num_cycles counts verifications, with and without drafts, and num_drafts those with at least one draft token.
     drafted_by_depth[d-1] and accepted_by_depth[d-1] count draft tokens made and accepted at depth d.
     num_rebuilt_rows: module rows computed late or again, after a rejection or a spell at a smaller depth.
+    num_proposed_tokens: draft tokens made, with those that were never verified because the request ended first.
     """
 
     num_cycles: int = 0
     num_drafts: int = 0
     num_rebuilt_rows: int = 0
+    num_proposed_tokens: int = 0
     drafted_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
 
@@ -39,6 +41,7 @@ class SpeculationStats:
         self.num_cycles += other.num_cycles
         self.num_drafts += other.num_drafts
         self.num_rebuilt_rows += other.num_rebuilt_rows
+        self.num_proposed_tokens += other.num_proposed_tokens
         self._grow(len(other.drafted_by_depth))
         for depth, (drafted, accepted) in enumerate(zip(other.drafted_by_depth, other.accepted_by_depth)):
             self.drafted_by_depth[depth] += drafted
@@ -48,6 +51,12 @@ class SpeculationStats:
         missing = depth - len(self.drafted_by_depth)
         self.drafted_by_depth.extend([0] * missing)
         self.accepted_by_depth.extend([0] * missing)
+
+    @property
+    def cycles_by_depth(self) -> list[int]:
+        """How many cycles had exactly d draft tokens, for d = 0, 1, ...: the depths that were chosen."""
+        at_least = [self.num_cycles, *self.drafted_by_depth, 0]
+        return [more - deeper for more, deeper in zip(at_least, at_least[1:])]
 
     @property
     def num_drafted_tokens(self) -> int:

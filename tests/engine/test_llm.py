@@ -18,6 +18,7 @@ from tiny_models import tiny_llama
 
 from foredraft import LLM, SamplingParams
 from foredraft.engine.detokenizer import Detokenizer
+from foredraft.engine.open_requests import OpenRequests
 from foredraft.errors import ConfigError, RequestError
 from foredraft.models.loader import load_checkpoint
 from foredraft.models.target import TargetModel
@@ -64,7 +65,8 @@ def scripted_llm(checkpoint: Path, prompts: Sequence[Sequence[int]], num_right: 
     """An LLM that drafts the first `num_right` tokens right for its first requests, one a prompt."""
     llm = LLM(checkpoint, **SETTINGS)
     loaded = load_checkpoint(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
-    llm.engine, drafter = scripted_engine(loaded, llm.config)
+    engine, drafter = scripted_engine(loaded, llm.config)
+    llm.requests = OpenRequests(engine)
     reference = Reference(checkpoint)
     for index, prompt in enumerate(prompts):
         drafter.num_right[f"request-{index}"] = num_right

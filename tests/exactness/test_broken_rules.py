@@ -235,6 +235,6 @@ def test_an_interrupt_leaves_nothing_of_a_request(path: Path, where: str, monkey
     assert not fake.engine.has_unfinished
     assert not fake.engine._texts
     assert not fake.engine.runner._memories
-    assert not fake.llm._open
+    assert not fake.llm.requests._open
     (good,) = fake.llm.generate([PROMPT], SamplingParams(max_tokens=3))
     assert good.token_ids == tuple(TEXT[:3])

@@ -87,6 +87,7 @@ class Engine:
     def reset_stats(self) -> None:
         """Begin counting anew."""
         self.stats = EngineStats(verification=self.limits.verification)
+        self.scheduler.speculation = self.stats.speculation  # counted there, with each step
 
     def add_request(
         self,
@@ -251,7 +252,6 @@ class Engine:
         if (text := self._texts.pop(request.request_id, None)) is not None:
             with suppress(Exception):  # a tokenizer that has failed fails again
                 text.flush()
-        self.stats.speculation.add(request.stats)
 
     def _build_request(
         self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, choice: int, leader: Request | None

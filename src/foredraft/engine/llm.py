@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -13,7 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from foredraft.config import EngineConfig
 from foredraft.engine.build import build_engine, resolve_depth
-from foredraft.engine.open_request import OpenChoice, OpenRequest
+from foredraft.engine.engine import Engine
+from foredraft.engine.open_request import OpenRequest
+from foredraft.engine.open_requests import OpenRequests
 from foredraft.errors import ConfigError, RequestError
 from foredraft.models.builtin import builtin_checkpoint, builtin_mtp_directory
 from foredraft.models.loader import CheckpointInfo, inspect_checkpoint, load_checkpoint
@@ -48,24 +49,25 @@ class LLM:
         num_modules = min(depth, info.num_mtp_modules)
         loaded = load_checkpoint(path, mtp, num_modules=num_modules, dtype=self.dtype, device=self.device)
         self.tokenizer: PreTrainedTokenizerBase | None = loaded.tokenizer
-        self.engine = build_engine(loaded, config)
-        self._ids = itertools.count()
-        self._open: dict[str, OpenRequest] = {}
+        self.requests = OpenRequests(build_engine(loaded, config))
 
     def close(self) -> None:
         """End all requests and, with `cache_dir`, save the cache. `with LLM(...) as llm:` closes at its end."""
         try:
             self.engine.close()
         finally:
-            for request in self._open.values():
-                request.notice_end()
-            self._open.clear()
+            self.requests.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the requests, for callers who drive it step by step."""
+        return self.requests.engine
 
     @property
     def stats(self) -> EngineStats:
@@ -104,12 +106,12 @@ class LLM:
                 try:
                     opened[index] = self._submit(prompt, one)
                 except RequestError as error:
-                    outputs[index] = _failed(f"request-{next(self._ids)}", error)
+                    outputs[index] = _failed(self.requests.next_id(), error)
             while any(request.output is None for request in opened.values()):
-                self._step()
+                self.requests.step()
         finally:
             for request in opened.values():
-                self._discard(request)
+                self.requests.discard(request)
         for index, request in opened.items():
             assert request.output is not None
             outputs[index] = request.output
@@ -159,69 +161,24 @@ class LLM:
             yield StreamChunk((), ())
             while True:
                 while not request.chunks:
-                    self._step()
+                    self.requests.step()
                 chunk = request.chunks.pop(0)
                 yield chunk
                 if chunk.output is not None:
                     return
         finally:
-            self._discard(request)
+            self.requests.discard(request)
 
     def _submit(self, prompt: Prompt, params: SamplingParams) -> OpenRequest:
-        """Add all choices of a request to the engine, or none."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
-        request_id, token_ids = f"request-{next(self._ids)}", self.token_ids(prompt)
-        opened = OpenRequest(request_id, [])
-        choice_ids: list[str] = []
-        try:
-            for index in range(params.n):
-                choice_id = request_id if index == 0 else f"{request_id}.{index}"
-                leader = opened.choices[0].request if index else None
-                choice_ids.append(choice_id)
-                request = self.engine.add_request(choice_id, token_ids, params, choice=index, leader=leader)
-                echo = self._echo(prompt, params) if params.echo else ""
-                opened.choices.append(OpenChoice(request, index, self.engine.text_of(choice_id), echo))
-                self._open[choice_id] = opened
-        except BaseException:
-            for choice_id in choice_ids:
-                self._open.pop(choice_id, None)
-                self.engine.abort(choice_id)
-            raise
-        return opened
+        echo = (lambda: self._echo(prompt, params)) if params.echo else None
+        return self.requests.submit(self.token_ids(prompt), params, echo)
 
     def _echo(self, prompt: Prompt, params: SamplingParams) -> str:
         if isinstance(prompt, str) or self.tokenizer is None:
             return prompt if isinstance(prompt, str) else ""
         return str(self.tokenizer.decode(list(prompt), skip_special_tokens=params.skip_special_tokens))
-
-    def _step(self) -> None:
-        """Run one engine step for all open requests. A failure ends each of them with the error, and is raised."""
-        opened = list(dict.fromkeys(self._open.values()))
-        ended = [request for request in opened if request.notice_end()]
-        if ended:
-            return
-        try:
-            for update in self.engine.step():
-                choice_id = update.request.request_id
-                if choice_id in self._open:  # else its owner drives the engine by itself
-                    self._open[choice_id].take(update)
-        except BaseException as error:
-            for request in opened:
-                request.fail(error)
-                self._abort(request)
-            raise
-
-    def _discard(self, request: OpenRequest) -> None:
-        """Forget a request; what has not ended of it is aborted."""
-        if any(self._open.pop(choice.request.request_id, None) is not None for choice in request.choices):
-            self._abort(request)
-        for choice in request.choices:
-            self._open.pop(choice.request.request_id, None)
-
-    def _abort(self, request: OpenRequest) -> None:
-        for choice in request.choices:
-            self.engine.abort(choice.request.request_id)
 
     def token_ids(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt as they are run; RequestError if it is text and there is no tokenizer."""

@@ -15,6 +15,7 @@ from foredraft.plan import RequestPlan, RequestResult, StepPlan, StepResult, Win
 from foredraft.request import Request, RequestStatus
 from foredraft.scheduler.queue import WaitingQueue
 from foredraft.scheduler.upkeep import CacheUpkeep
+from foredraft.statistics import SpeculationStats
 from foredraft.stopping import FinishReason
 
 _NO_ENDS: Mapping[str, int] = {}
@@ -70,6 +71,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_queried_tokens = 0
         self.num_cached_tokens = 0
+        self.speculation = SpeculationStats()
 
     @property
     def num_modules(self) -> int:
@@ -78,6 +80,14 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         return bool(self._waiting or self._running)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
 
     @property
     def unfinished_ids(self) -> list[str]:
@@ -301,7 +311,7 @@ class Scheduler:
     def _commit_rows(self, request: Request, plan: RequestPlan) -> None:
         request.num_computed_tokens += len(plan.token_ids)
         if plan.window is not None:
-            request.stats.num_rebuilt_rows += min(plan.first_row, plan.window.end) - plan.window.start
+            self._count_rebuilt(request, min(plan.first_row, plan.window.end) - plan.window.start)
             request.exact = request.exact.after_rows(request.num_tokens, plan.window.end, plan.window.depth)
 
     def _commit_tokens(
@@ -316,8 +326,10 @@ class Scheduler:
         num_tokens = before + kept
         depths = (*range(1, num_accepted + 1), 0)
         committed = Committed(request, outcome.token_ids[:kept], depths[:kept], outcome.logprobs[:kept])
-        if kept:
-            request.stats.observe(plan.num_draft_tokens, min(num_accepted, kept))
+        for stats in (request.stats, self.speculation):
+            if kept:
+                stats.observe(plan.num_draft_tokens, min(num_accepted, kept))
+            stats.num_proposed_tokens += len(outcome.draft_token_ids)
         request.token_ids += committed.token_ids
         request.token_depths += committed.token_depths
         request.logprobs += committed.logprobs
@@ -331,12 +343,16 @@ class Scheduler:
             start, request.exact = request.exact.after_cycle(
                 num_accepted, num_tokens, request.num_computed_tokens, depth
             )
-            request.stats.num_rebuilt_rows += plan.first_row - start
+            self._count_rebuilt(request, plan.first_row - start)
         else:
             request.exact = request.exact.after_verify(min(num_accepted, kept))
         if reason is not None:
             self._finish(request, reason)
         return committed
+
+    def _count_rebuilt(self, request: Request, num_rows: int) -> None:
+        request.stats.num_rebuilt_rows += num_rows
+        self.speculation.num_rebuilt_rows += num_rows
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if request.status is RequestStatus.RUNNING:
