@@ -17,6 +17,14 @@ class RequestError(ForedraftError, ValueError):
     """A request cannot be served as asked; the message names the field and the rule. Other requests are unharmed."""
 
 
+class EngineBusyError(ForedraftError):
+    """So many requests wait already that one more is not taken: ask again later."""
+
+
+class EngineUnavailableError(ForedraftError):
+    """The engine takes no requests, or has given up this one: it loads, shuts down or has failed."""
+
+
 def shown(value: object) -> str:
     """A value as a message names it: short, and without failing, whatever it is."""
     try:

@@ -49,6 +49,11 @@ class CacheManager:
         self._tables: dict[str, BlockTables] = {}
         self._copies: list[BlockCopy] = []
 
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that requests hold, in the group that is fullest: from 0 to 1."""
+        return max(1 - pool.num_free_blocks / max(1, pool.num_usable_blocks) for pool in self.pools)
+
     # -- finding what is cached ----------------------------------------------------------------------------------------
 
     def match(self, token_ids: Sequence[int], salt: str | None, module_depth: int) -> PrefixMatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -30,6 +31,8 @@ from foredraft.sampling.grammar import GrammarCompiler
 from foredraft.scheduler.scheduler import Scheduler, SchedulerLimits
 from foredraft.speculation.drafter import Drafter
 
+_logger = logging.getLogger(__name__)
+
 
 def build_engine(
     loaded: LoadedModel,
@@ -39,6 +42,7 @@ def build_engine(
 ) -> Engine:
     """Put an engine together for a loaded checkpoint. Raises ConfigError for settings that do not fit it."""
     config.check_device(loaded.target.device.type)
+    _warn_of_unreal_output(config)
     target = target_type(loaded.target)
     modules = MtpModules(loaded.mtp) if loaded.mtp is not None else None
     max_depth = resolve_depth(config, modules.num_modules if modules is not None else 0)
@@ -74,8 +78,21 @@ def build_engine(
     scheduler_limits = SchedulerLimits(
         config.max_num_seqs, config.max_num_batched_tokens, len(module_shapes), config.scheduling_policy
     )
-    limits = EngineLimits(target.vocab_size, size.max_model_len, max_depth, loaded.eos_token_ids, config.verification)
+    limits = EngineLimits(
+        target.vocab_size, size.max_model_len, max_depth, loaded.eos_token_ids, config.verification_name
+    )
     return Engine(runner, Scheduler(cache, scheduler_limits), cache, limits, size, kept, tools)
+
+
+def _warn_of_unreal_output(config: EngineConfig) -> None:
+    """Whoever sees the output must know that it is no model's. Without a set-up of logging it is on standard error."""
+    if config.load_format == "dummy":
+        _logger.warning("load_format=dummy: the weights are random, and so is the output")
+    if config.synthetic_rates is not None:
+        _logger.warning(
+            "synthetic_acceptance: drafts are accepted by chance (%s), the output is NOT the target's",
+            config.verification_name,
+        )
 
 
 def _text_tools(loaded: LoadedModel, vocab_size: int) -> TextTools:
@@ -91,6 +108,7 @@ def _verification_settings(config: EngineConfig) -> VerificationSettings:
         epsilon=LOSSY_EPSILON if config.lossy_epsilon is None else config.lossy_epsilon,
         delta=LOSSY_DELTA if config.lossy_delta is None else config.lossy_delta,
         logprobs_mode=config.logprobs_mode,
+        synthetic_rates=config.synthetic_rates,
     )
 
 
@@ -156,6 +174,10 @@ def resolve_depth(config: EngineConfig, num_mtp_modules: int) -> int:
     wanted = config.num_speculative_tokens
     if wanted is None:
         return num_mtp_modules
+    if wanted > 0 and num_mtp_modules == 0 and config.load_format == "dummy":
+        raise ConfigError(
+            f"num_speculative_tokens={wanted}, but config.json declares no MTP modules: set num_mtp_layers there"
+        )
     if wanted > 0 and num_mtp_modules == 0:
         raise ConfigError(f"num_speculative_tokens={wanted}, but the checkpoint has no MTP modules; name them with mtp")
     if wanted > num_mtp_modules > 1:

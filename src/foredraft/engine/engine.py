@@ -214,6 +214,11 @@ class Engine:
         """The text of a request that has not ended; keep it, and it will be whole when the request has."""
         return self._texts[request_id]
 
+    def compile_grammar(self, params: SamplingParams) -> None:
+        """Raise RequestError if a grammar is asked for that cannot be followed. Any thread may call this, so that the
+        one that runs the model finds the grammar compiled."""
+        self._text_tools.check_grammar(params)
+
     def _scheduler_counts(self) -> tuple[int, ...]:
         return tuple(getattr(self.scheduler, name) for name in SCHEDULER_COUNTS)
 

@@ -7,6 +7,7 @@ underneath is llguidance: it parses bytes, so a mask is right for every way in w
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -42,7 +43,8 @@ class GrammarCompiler:
 
     vocab_size: how many logits the model has; it may be more or less than the tokenizer has tokens.
     eos_token_ids: any of them ends an output, and is allowed where the grammar may end; never within.
-    The tokenizer is read at first use (some tenths of a second). Not safe to share between threads.
+    The tokenizer is read at first use (some tenths of a second). Any thread may call `check`, so that a grammar is
+    compiled before the one that runs the model needs it.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class GrammarCompiler:
         self.eos_token_ids = eos_token_ids
         self._hf_tokenizer = tokenizer
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()  # of what is compiled
 
     def check(self, spec: StructuredOutput) -> None:
         """Raise RequestError, naming the field, if `spec` cannot be followed with this tokenizer."""
@@ -77,10 +80,11 @@ class GrammarCompiler:
         self, matcher: LLMatcher, field: str = "structured_output"
     ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Which tokens other than EOS may follow: [vocab_size]. RequestError, with the field, if there must be one."""
-        matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        bits = np.zeros((self._num_tokens + 31) // 32, np.int32)
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         # After an error it allows its end-of-sequence token, as if all were well.
         _raise_error(matcher, field)
-        unpacked = np.unpackbits(self._bits.view(np.uint8), count=self.vocab_size, bitorder="little")
+        unpacked = np.unpackbits(bits.view(np.uint8), count=self.vocab_size, bitorder="little")
         allowed = unpacked.view(np.bool_)
         allowed[self.eos_ids] = False
         if not allowed.any() and not matcher.is_accepting():
@@ -105,10 +109,6 @@ class GrammarCompiler:
         return max(self.vocab_size, len(self._require_tokenizer()))
 
     @cached_property
-    def _bits(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        return np.zeros((self._num_tokens + 31) // 32, np.int32)
-
-    @cached_property
     def _tokenizer(self) -> LLTokenizer:
         tokenizer = self._require_tokenizer()
         known_eos = [int(token_id) for token_id in self.eos_ids if token_id < len(tokenizer)]
@@ -128,17 +128,19 @@ class GrammarCompiler:
     def _matcher(self, spec: StructuredOutput) -> LLMatcher:
         """A matcher that has consumed nothing, shared: copy it."""
         grammar = _library_grammar(spec)
-        if grammar in self._compiled:
-            self._compiled.move_to_end(grammar)
-            return self._compiled[grammar]
+        with self._lock:
+            if (known := self._compiled.get(grammar)) is not None:
+                self._compiled.move_to_end(grammar)
+                return known
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         field = f"structured_output.{spec.kind}"
         _raise_error(matcher, field)
         allowed = self.allowed(matcher, field)  # some of what cannot be followed shows here only
         _try_rollback(matcher.deep_copy(), int(allowed.argmax()), field)
-        self._compiled[grammar] = matcher
-        if len(self._compiled) > MAX_COMPILED:
-            self._compiled.popitem(last=False)
+        with self._lock:
+            self._compiled[grammar] = matcher
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
         return matcher
 
 
