@@ -44,7 +44,8 @@ ALLOWED = {
     "engine": {"records", "cache", "models", "runner", "sampling", "scheduler", "speculation"},
     "foredraft": {"records", "engine"},  # the package itself: its public names
     "bench": {"records", "cache.block_tables", "cache.groups", "cache.manager", "engine", "foredraft", "scheduler"},
-    "cli": {"records", "engine", "foredraft", "bench", "models.loader"},  # of the loader: CheckpointInfo
+    "server": {"records", "engine", "foredraft"},
+    "cli": {"records", "engine", "foredraft", "bench", "server", "models.loader"},  # of the loader: CheckpointInfo
 }
 MAX_LINES = 400
 

@@ -83,8 +83,8 @@ class TextPiece:
 class StreamChunk:
     """What one step added to one choice. The pieces of a choice's chunks make up its text.
 
-    logprobs: one for each of token_ids, if asked for. finish_reason is set in the last chunk of a choice, `output` in
-    the last chunk of all.
+    logprobs: one for each of token_ids, if asked for. prompt_logprobs come once, with the first chunk of the first
+    choice. `choice` is there with the last chunk of each choice, `output` with the last one of all.
     """
 
     token_ids: tuple[int, ...]
@@ -92,7 +92,13 @@ class StreamChunk:
     output: RequestOutput | None = None
     index: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
-    finish_reason: FinishReason | None = None
+    choice: Choice | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the choice has ended, in its last chunk."""
+        return self.choice.finish_reason if self.choice is not None else None
 
     @property
     def text(self) -> str:

@@ -16,6 +16,7 @@ from foredraft import __version__
 from foredraft.cli.bench import bench_app
 from foredraft.cli.generate import generate
 from foredraft.cli.info import info
+from foredraft.cli.serve import serve
 from foredraft.errors import ForedraftError
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(info)
+app.command()(serve)
 app.add_typer(bench_app)
 
 

@@ -16,6 +16,7 @@ import typer
 import foredraft
 from foredraft.config import EngineConfig
 from foredraft.errors import ConfigError, RequestError
+from foredraft.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from foredraft import LLM
@@ -23,42 +24,53 @@ if TYPE_CHECKING:
 _SHORT_FLAGS = {"model": "-m", "num_speculative_tokens": "-k"}
 
 
-def engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter `config` of a command by one option for each field of EngineConfig.
+Command = Callable[..., None]
+
+
+def settings_options(kind: type[Any], parameter: str, panel: str) -> Callable[[Command], Command]:
+    """A decorator that replaces one parameter of a command by one option for each field of a settings dataclass.
 
     Name, type, default and help come from the field, so that the command line has whatever the class has.
     """
-    hints = get_type_hints(EngineConfig)
-    options = [_option(field, hints[field.name]) for field in fields(EngineConfig)]
-    signature = inspect.signature(command, eval_str=True)
-    own = [parameter for parameter in signature.parameters.values() if parameter.name != "config"]
-    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in [*own, *options]]
+    hints = get_type_hints(kind)
+    options = [_option(field, hints[field.name], panel) for field in fields(kind)]
 
-    @functools.wraps(command)
-    def with_options(**values: Any) -> None:
-        settings = {option.name: values.pop(option.name) for option in options}
-        with usage_errors():
-            config = EngineConfig(**settings)
-        command(config=config, **values)
+    def decorate(command: Command) -> Command:
+        signature = inspect.signature(command, eval_str=True)
+        own = [each for each in signature.parameters.values() if each.name != parameter]
+        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in [*own, *options]]
 
-    with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return with_options
+        @functools.wraps(command)
+        def with_options(**values: Any) -> None:
+            given = {option.name: values.pop(option.name) for option in options}
+            with usage_errors():
+                settings = kind(**given)
+            command(**{parameter: settings}, **values)
+
+        with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        with_options.__annotations__ = {each.name: each.annotation for each in parameters}
+        return with_options
+
+    return decorate
 
 
-def _option(field: Field[Any], hint: Any) -> inspect.Parameter:
+def _option(field: Field[Any], hint: Any, panel: str) -> inspect.Parameter:
     kinds = set(get_args(hint)) or {hint}
     kind: Any = next((kind for kind in (bool, int, float) if kind in kinds), str)
     name = field.name.replace("_", "-")
     long_flag = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
     flags = [long_flag, *filter(None, [_SHORT_FLAGS.get(field.name)])]
-    option = typer.Option(*flags, help=field.metadata["help"], rich_help_panel="Engine")
+    option = typer.Option(*flags, help=field.metadata["help"], rich_help_panel=panel)
     return inspect.Parameter(
         field.name,
         inspect.Parameter.KEYWORD_ONLY,
         default=field.default,
         annotation=Annotated[kind | None if NoneType in kinds else kind, option],
     )
+
+
+engine_options = settings_options(EngineConfig, "config", "Engine")
+server_options = settings_options(ServerSettings, "settings", "Server")
 
 
 @contextmanager

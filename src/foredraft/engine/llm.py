@@ -16,7 +16,7 @@ from foredraft.engine.engine import Engine
 from foredraft.engine.open_request import OpenRequest
 from foredraft.engine.open_requests import OpenRequests
 from foredraft.errors import ConfigError, RequestError
-from foredraft.models.builtin import builtin_checkpoint, builtin_mtp_directory
+from foredraft.models.builtin import BUILTIN_NAME, builtin_checkpoint, builtin_mtp_directory
 from foredraft.models.loader import CheckpointInfo, inspect_checkpoint, load_checkpoint
 from foredraft.outputs import Choice, RequestOutput, StreamChunk
 from foredraft.runner.memory import CacheSize
@@ -207,6 +207,11 @@ def resolve_model(config: EngineConfig) -> tuple[str | Path, str | Path | None]:
     if config.model is not None:
         return config.model, config.mtp
     return builtin_checkpoint(), config.mtp or builtin_mtp_directory()
+
+
+def model_name(config: EngineConfig) -> str:
+    """What the model is called where no other name is given: as its directory is."""
+    return BUILTIN_NAME if config.model is None else Path(config.model).absolute().name or "model"
 
 
 def describe_model(config: EngineConfig) -> CheckpointInfo:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from foredraft.engine.output_text import OutputText
 from foredraft.logprobs import TokenLogprob
 from foredraft.outputs import Choice, RequestOutput, StreamChunk, TextPiece
@@ -19,6 +21,7 @@ class OpenChoice:
         self._text = text
         self._echo = echo
         self._is_echoed = not echo
+        self._has_given_scores = False
         self.output: Choice | None = None
 
     def take(self, update: Committed) -> StreamChunk:
@@ -46,8 +49,9 @@ class OpenChoice:
         if not self._is_echoed:
             self._is_echoed = True
             pieces = (TextPiece(self._echo, 0), *pieces)
-        reason = self.output.finish_reason if self.output is not None else None
-        return StreamChunk(token_ids, pieces, None, self.index, logprobs, reason)
+        scores = None if self._has_given_scores else self.request.prompt_logprobs
+        self._has_given_scores = self._has_given_scores or scores is not None
+        return StreamChunk(token_ids, pieces, None, self.index, logprobs, self.output, scores)
 
     def _build_output(self, reason: FinishReason, error: str | None) -> Choice:
         request = self.request
@@ -102,7 +106,5 @@ class OpenRequest:
                 num_cached_tokens=first.num_cached_tokens or 0,
                 prompt_logprobs=first.prompt_logprobs,
             )
-            chunk = StreamChunk(
-                chunk.token_ids, chunk.pieces, self.output, chunk.index, chunk.logprobs, chunk.finish_reason
-            )
+            chunk = replace(chunk, output=self.output)
         self.chunks.append(chunk)

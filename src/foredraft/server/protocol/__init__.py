@@ -1,0 +1,1 @@
+"""The bodies of requests, responses and errors, as clients of OpenAI's API know them."""

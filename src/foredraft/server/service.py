@@ -1,0 +1,126 @@
+"""What all endpoints share: the engine, the model's texts and names, and a thread for work that takes a while."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from fastapi import FastAPI
+
+from foredraft import LLM
+from foredraft.engine.async_engine import AsyncEngine, EngineState, Submission
+from foredraft.engine.observation import Observer
+from foredraft.engine.served import Job
+from foredraft.errors import ConfigError, EngineUnavailableError
+from foredraft.server.metrics import Metrics
+from foredraft.server.prompts import PromptReader
+from foredraft.server.protocol.errors import ApiError
+from foredraft.server.protocol.responses import Model
+from foredraft.server.settings import ServerSettings
+from foredraft.server.tools.formats import TOOL_FORMATS, detect_format
+from foredraft.server.tools.tool_format import ToolFormat
+from foredraft.server.tracing import ChoiceTracer, trace_app
+
+Result = TypeVar("Result")
+
+DEFAULT_TOOL_FORMAT = "hermes"
+"""For a chat template that knows no tools: they are described to the model in this form."""
+
+
+class Service:
+    """One model behind the API. All but `prepare` belongs to the event loop.
+
+    observer: who watches the engine, the metrics at first; another may be put before it until the engine starts.
+    on_end: see AsyncEngine. Raises ConfigError for a tool format that does not exist.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], LLM],
+        settings: ServerSettings,
+        model_name: str,
+        on_end: Callable[[BaseException | None], None] = lambda error: None,
+    ) -> None:
+        if settings.tool_format is not None and settings.tool_format not in TOOL_FORMATS:
+            raise ConfigError(f"tool_format must be one of {', '.join(TOOL_FORMATS)}, not {settings.tool_format!r}")
+        self.settings = settings
+        self.model_name = settings.served_model_name or model_name
+        self.created = int(time.time())
+        self.engine = AsyncEngine(load, max_waiting=settings.max_waiting, observe=self.prepare, on_end=on_end)
+        self.metrics = Metrics(self.model_name)
+        self.observer: Observer = self.metrics
+        self._reader: PromptReader | None = None
+        self._tracer: ChoiceTracer | None = None
+        # One thread: prompts are read in the order in which they come, and never two at once by one tokenizer.
+        self._pool = ThreadPoolExecutor(1, "foredraft-prompts")
+
+    def prepare(self, llm: LLM) -> Observer:
+        """Called in the engine's thread when the model is loaded, before requests are taken."""
+        limits = llm.engine.limits
+        self._reader = PromptReader(llm.tokenizer, limits.max_model_len)
+        self.metrics.announce(limits.max_depth)
+        return self.observer
+
+    @property
+    def reader(self) -> PromptReader:
+        """The model's texts. Raises EngineUnavailableError before they are there."""
+        if self._reader is None:
+            raise EngineUnavailableError(f"the engine is {self.engine.state.value}")
+        return self._reader
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes its calls."""
+        name = self.settings.tool_format or detect_format(self.reader.chat_template)
+        return TOOL_FORMATS[name or DEFAULT_TOOL_FORMAT]
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError 404 for a model that is not served; None is the one that is."""
+        if name is not None and name != self.model_name:
+            message = f"model {name!r:.200} is not served here; {self.model_name!r} is"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def model_card(self) -> Model:
+        """The model as /v1/models lists it."""
+        llm = self.engine.llm
+        return Model(
+            id=self.model_name,
+            created=self.created,
+            max_model_len=llm.engine.limits.max_model_len,
+            max_num_speculative_tokens=llm.engine.limits.max_depth,
+        )
+
+    async def apart(self, function: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
+        """Run what takes a while apart from the event loop and from the engine."""
+        call = functools.partial(function, *arguments, **options)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, call)
+
+    async def submit(self, jobs: Sequence[Job]) -> Submission:
+        """Hand jobs to the engine, with their grammars compiled here rather than there."""
+        self.engine.check_is_taking()
+        if any(job.params.structured_output is not None for job in jobs):
+            await self.apart(self._compile, jobs)
+        return await self.engine.submit(jobs)
+
+    def _compile(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            self.engine.llm.engine.compile_grammar(job.params)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.engine.state is EngineState.READY
+
+    def trace(self, app: FastAPI, endpoint: str) -> None:
+        """Send a trace of each request to an OTLP endpoint. Before the engine starts. Raises ConfigError."""
+        self._tracer = trace_app(app, endpoint, self.model_name, self.metrics)
+        self.observer = self._tracer
+
+    def close(self) -> None:
+        """After the last request."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._tracer is not None:
+            self._tracer.close()

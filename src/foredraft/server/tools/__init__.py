@@ -1,0 +1,1 @@
+"""Calls of tools in a model's text: read as they stream, and asked for by grammars."""
