@@ -170,6 +170,7 @@ def _text_router(service: Service) -> APIRouter:
     async def detokenize(request: Request) -> Detokenized:
         body = await _read(service, request, DetokenizeRequest)
         service.check_model(body.model)
+        service.check_token_ids("tokens", body.tokens)
         text = await service.apart(service.reader.decode, body.tokens, skip_special_tokens=body.skip_special_tokens)
         return Detokenized(prompt=text)
 

@@ -15,10 +15,10 @@ from foredraft import LLM
 from foredraft.engine.async_engine import AsyncEngine, EngineState, Submission
 from foredraft.engine.observation import Observer
 from foredraft.engine.served import Job
-from foredraft.errors import ConfigError, EngineUnavailableError
+from foredraft.errors import ConfigError, EngineUnavailableError, shown
 from foredraft.server.metrics import Metrics
 from foredraft.server.prompts import PromptReader
-from foredraft.server.protocol.errors import ApiError
+from foredraft.server.protocol.errors import ApiError, invalid
 from foredraft.server.protocol.responses import Model
 from foredraft.server.settings import ServerSettings
 from foredraft.server.tools.formats import TOOL_FORMATS, detect_format
@@ -93,6 +93,12 @@ class Service:
             max_model_len=llm.engine.limits.max_model_len,
             max_num_speculative_tokens=llm.engine.limits.max_depth,
         )
+
+    def check_token_ids(self, field: str, token_ids: Sequence[int]) -> None:
+        """Raise ApiError for an id that the model does not have."""
+        vocab_size = self.engine.llm.engine.limits.vocab_size
+        if (largest := max(token_ids, default=0)) >= vocab_size:
+            raise invalid(f"{field} must be below {vocab_size}, the number of token ids, not {shown(largest)}", field)
 
     async def apart(self, function: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
         """Run what takes a while apart from the event loop and from the engine."""

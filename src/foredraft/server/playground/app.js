@@ -67,6 +67,6 @@ byId("colours").addEventListener("change", (event) => {
   document.body.classList.toggle("plain", !event.target.checked);
 });
 dashboard.wake();
-conversation.input.focus({ preventScroll: true });
+if (WIDE.matches) conversation.input.focus(); // on a phone it would bring up the keyboard
 await waitUntilReady();
 await loadModels();
