@@ -23,6 +23,7 @@ demo: $(VENV)/.foredraft ## generate with the built-in model, with and without d
 	$(BIN)/foredraft generate "$(DEMO_PROMPT)" --max-tokens 128 --compare -k 2 --draft-vocab-size 16384
 
 test: lint ## ruff, mypy and all tests but the slow ones
+	@test -x /usr/bin/chromium || echo "There is no /usr/bin/chromium: the tests of the page are skipped (apt-get install chromium)"
 	$(BIN)/python -m pytest -m "not slow"
 
 check: lint ## ruff, mypy and the rules of the source tree: seconds

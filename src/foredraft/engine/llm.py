@@ -38,7 +38,7 @@ class LLM:
     def __init__(self, model: str | Path | None = None, **settings: Any) -> None:
         config = _config(EngineConfig, model, settings)
         path, mtp = resolve_model(config)
-        info = inspect_checkpoint(path, mtp)
+        info = inspect_checkpoint(path, mtp, config.load_format)
         depth = resolve_depth(config, info.num_mtp_modules)
         config.check_depth(depth)
         self.config = config
@@ -47,7 +47,9 @@ class LLM:
         config.check_device(self.device.type)
         self.dtype = _dtype(config, info, self.device)
         num_modules = min(depth, info.num_mtp_modules)
-        loaded = load_checkpoint(path, mtp, num_modules=num_modules, dtype=self.dtype, device=self.device)
+        loaded = load_checkpoint(
+            path, mtp, num_modules=num_modules, dtype=self.dtype, device=self.device, load_format=config.load_format
+        )
         self.tokenizer: PreTrainedTokenizerBase | None = loaded.tokenizer
         self.requests = OpenRequests(build_engine(loaded, config))
 

@@ -109,7 +109,13 @@ def _handle_errors(app: FastAPI, service: Service) -> None:
 
 
 async def _read(service: Service, request: Request, kind: type[BodyT]) -> BodyT:
-    """The body of a request. Raises ApiError."""
+    """The body of a request. Raises ApiError.
+
+    A page elsewhere may send anything but JSON to a server on the reader's own machine without asking it (CORS).
+    """
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        raise ApiError(415, "the header Content-Type must be application/json")
     raw = await request.body()
     return await service.apart(read_body, raw, kind) if len(raw) > LARGE_BODY else read_body(raw, kind)
 
@@ -145,7 +151,7 @@ def _state_router(service: Service) -> APIRouter:
 
 def _text_router(service: Service) -> APIRouter:
     router = APIRouter()
-    errors = responses(400, 401, 404, 413, 503)
+    errors = responses(400, 401, 404, 413, 415, 503)
 
     @router.post(
         "/tokenize", summary="Token ids of a text or a conversation", response_model=Tokenized, responses=errors
@@ -179,7 +185,7 @@ def _text_router(service: Service) -> APIRouter:
 
 def _generation_router(service: Service) -> APIRouter:
     router = APIRouter()
-    errors = responses(400, 401, 404, 413, 429, 503)
+    errors = responses(400, 401, 404, 413, 415, 429, 503)
 
     @router.post("/v1/completions", summary="Continue prompts", response_model=Completion, responses=errors)
     async def completions(request: Request) -> Response:

@@ -16,6 +16,7 @@ _REASONS = {
     401: "No key that the server knows",
     404: "No such model",
     413: "The body is too large",
+    415: "The body is not sent as JSON",
     429: "Too many requests wait: try again after Retry-After seconds",
     503: "The server loads, drains or has failed: try again after Retry-After seconds",
 }

@@ -2,7 +2,7 @@
 
 import { eventData } from "./sse.js";
 
-/** Something that the server, or the way to it, refused. `param` names the field of the request, where one is at fault. */
+/** What the server, or the way to it, refused. `param` names the field of the request, where one is at fault. */
 export class ServerError extends Error {
   constructor(message, { status = 0, param = null } = {}) {
     super(message);

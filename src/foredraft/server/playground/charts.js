@@ -12,9 +12,15 @@ export function percent(share) {
 
 function table(caption, heads, rows) {
   const cells = (tag, values) => values.map((value) => element(tag, tag === "th" ? { scope: "col" } : {}, value));
-  const body = rows.map(([name, ...values]) => element("tr", {}, element("th", { scope: "row" }, name), ...cells("td", values)));
+  const body = rows.map(([name, ...values]) =>
+    element("tr", {}, element("th", { scope: "row" }, name), ...cells("td", values)),
+  );
   const head = element("thead", {}, element("tr", {}, ...cells("th", heads)));
-  return element("div", { class: "unseen" }, element("table", {}, element("caption", {}, caption), head, element("tbody", {}, ...body)));
+  return element(
+    "div",
+    { class: "unseen" },
+    element("table", {}, element("caption", {}, caption), head, element("tbody", {}, ...body)),
+  );
 }
 
 function canvas(label, [top, height], ...children) {
@@ -68,7 +74,9 @@ export function timeLines(label, series, { end, seconds, top, words }) {
     const path = points.map(([time, value]) => `${x(time).toFixed(1)},${y(value).toFixed(1)}`);
     if (i === 0 && points.length > 1) {
       const [from, to] = [x(points[0][0]), x(points.at(-1)[0])].map((edge) => edge.toFixed(1));
-      parts.push(shape("polygon", { class: "area", points: `${from},${HEIGHT - 2} ${path.join(" ")} ${to},${HEIGHT - 2}` }));
+      parts.push(
+        shape("polygon", { class: "area", points: `${from},${HEIGHT - 2} ${path.join(" ")} ${to},${HEIGHT - 2}` }),
+      );
     }
     parts.push(shape("polyline", { class: `trend t${i}`, points: path.join(" ") }));
   });
@@ -79,20 +87,39 @@ export function timeLines(label, series, { end, seconds, top, words }) {
     return [name, ...(all.length ? [all.at(-1), mean, Math.max(...all)].map(words) : ["–", "–", "–"])];
   });
   const said = rows.map(([name, now, mean, high]) => `${name} now ${now}, mean ${mean}, highest ${high}`).join("; ");
-  return [canvas(`${label} over the last minute: ${said}`, [0, HEIGHT], ...parts), table(label, ["", "now", "mean", "highest"], rows)];
+  return [
+    canvas(`${label} over the last minute: ${said}`, [0, HEIGHT], ...parts),
+    table(label, ["", "now", "mean", "highest"], rows),
+  ];
 }
 
 /** One bar divided into parts. `parts`: [{name, share, words}], shares that sum to 1. */
 export function shareBar(label, parts) {
   let left = 0;
   const rects = parts.map(({ share }, i) => {
-    const rect = shape("rect", { class: `part p${i}`, x: left * WIDTH, y: 0, width: Math.max(0, share * WIDTH - 1), height: 14 });
+    const rect = shape("rect", {
+      class: `part p${i}`,
+      x: left * WIDTH,
+      y: 0,
+      width: Math.max(0, share * WIDTH - 1),
+      height: 14,
+    });
     left += share;
     return rect;
   });
   const said = parts.map(({ name, share }) => `${name} ${percent(share)}`).join(", ");
   const keys = parts.map(({ name, share, words }, i) =>
-    element("li", {}, shape("svg", { viewBox: "0 0 10 10", class: "key", "aria-hidden": "true" }, shape("rect", { class: `part p${i}`, width: 10, height: 10 })), `${name} ${percent(share)}`, element("small", {}, ` ${words}`)),
+    element(
+      "li",
+      {},
+      shape(
+        "svg",
+        { viewBox: "0 0 10 10", class: "key", "aria-hidden": "true" },
+        shape("rect", { class: `part p${i}`, width: 10, height: 10 }),
+      ),
+      `${name} ${percent(share)}`,
+      element("small", {}, ` ${words}`),
+    ),
   );
   return [canvas(`${label}: ${said || "none"}`, [0, 14], ...rects), element("ul", { class: "keys" }, ...keys)];
 }

@@ -8,6 +8,7 @@ import { History, PARTS, sampleOf } from "./metrics.js";
 const SECOND = 1000;
 const LONGEST_PAUSE = 10 * SECOND; // between tries while the server cannot be reached
 const PATIENCE = 5 * SECOND;
+const LINES = "Lines: since the server began.";
 
 function rounded(value) {
   return value < 10 ? String(Math.round(value * 10) / 10) : String(Math.round(value));
@@ -36,44 +37,86 @@ export class Dashboard {
     if (this.polling) return;
     this.polling = true;
     const began = performance.now();
+    let text = null;
     try {
-      this.history.add(sampleOf(await metricsText(AbortSignal.timeout(PATIENCE)), performance.now() / SECOND));
-      this.pause = SECOND;
-      this.draw();
+      text = await metricsText(AbortSignal.timeout(PATIENCE));
     } catch {
-      // Whatever it was (no network, a server that is loading): say so, and try again, more and more rarely.
-      this.state.textContent = "No figures from the server. Trying again.";
-      this.state.hidden = false;
-      this.pause = Math.min(LONGEST_PAUSE, this.pause * 2);
-    } finally {
-      this.polling = false;
+      // Whatever it was (no network, a server that is loading): say so below, and try again, more and more rarely.
     }
+    this.polling = false;
+    this.pause = text === null ? Math.min(LONGEST_PAUSE, this.pause * 2) : SECOND;
     clearTimeout(this.timer);
     this.timer = setTimeout(() => this.wake(), Math.max(0, began + this.pause - performance.now()));
+    this.state.textContent = text === null ? "No figures from the server. Trying again." : "";
+    this.state.hidden = text !== null;
+    if (text === null) return;
+    this.history.add(sampleOf(text, performance.now() / SECOND));
+    this.draw();
   }
 
   draw() {
     const { history } = this;
-    this.state.hidden = true;
     const view = { end: history.last.time, seconds: history.seconds };
     const { minute, total } = history.acceptance();
     const drafted = history.growth("drafts");
     const perStep = history.last.counters.drafts ? 1 + total.reduce((sum, share) => sum + share, 0) : null;
-    this.show("acceptance", "Accepted by depth", perStep ? `${perStep.toFixed(2)} tokens a step` : "no drafts yet",
-      depthBars("Drafts accepted by depth", [{ name: "last minute", values: minute }, { name: "since start", values: total }]),
-      `${drafted ? "Bars: the last minute, in % of the steps with drafts." : "No drafts in the last minute."} Lines: since the server began.`);
+    this.show(
+      "acceptance",
+      "Accepted by depth",
+      perStep ? `${perStep.toFixed(2)} tokens a step` : "no drafts yet",
+      depthBars("Drafts accepted by depth", [
+        { name: "last minute", values: minute },
+        { name: "since start", values: total },
+      ]),
+      drafted ? `Bars: the last minute, in % of the steps with drafts. ${LINES}` : `No drafts in the last minute. ${LINES}`,
+    );
     const speed = history.rates("generated");
-    this.show("speed", "Tokens a second", rounded(speed.at(-1)?.[1] ?? 0),
-      timeLines("Tokens a second", [{ name: "tokens a second", points: speed }], { ...view, top: null, words: rounded }));
-    this.show("batch", "Requests", `${history.last.running} running, ${history.last.waiting} waiting`,
-      timeLines("Requests", [{ name: "running", points: history.gauge("running") }, { name: "waiting", points: history.gauge("waiting") }], { ...view, top: null, words: rounded }),
-      "Full line: running. Dashed: waiting.");
-    this.show("cache", "Cache in use", percent(history.last.cache),
-      timeLines("Cache in use", [{ name: "cache in use", points: history.gauge("cache") }], { ...view, top: 1, words: percent }));
+    this.show(
+      "speed",
+      "Tokens a second",
+      rounded(speed.at(-1)?.[1] ?? 0),
+      timeLines("Tokens a second", [{ name: "tokens a second", points: speed }], {
+        ...view,
+        top: null,
+        words: rounded,
+      }),
+    );
+    this.show(
+      "batch",
+      "Requests",
+      `${history.last.running} running, ${history.last.waiting} waiting`,
+      timeLines(
+        "Requests",
+        [
+          { name: "running", points: history.gauge("running") },
+          { name: "waiting", points: history.gauge("waiting") },
+        ],
+        { ...view, top: null, words: rounded },
+      ),
+      "Full line: running. Dashed: waiting.",
+    );
+    this.show(
+      "cache",
+      "Cache in use",
+      percent(history.last.cache),
+      timeLines("Cache in use", [{ name: "cache in use", points: history.gauge("cache") }], {
+        ...view,
+        top: 1,
+        words: percent,
+      }),
+    );
     const { hits, queries } = history.last.counters;
-    this.show("prefix", "Prefix hits", queries ? `${percent(hits / queries)} since start` : "no prompts yet",
-      timeLines("Prompt tokens found in the cache", [{ name: "found", points: history.ratios("hits", "queries") }], { ...view, top: 1, words: percent }),
-      "Prompt tokens that the cache already held.");
+    this.show(
+      "prefix",
+      "Prefix hits",
+      queries ? `${percent(hits / queries)} since start` : "no prompts yet",
+      timeLines("Prompt tokens found in the cache", [{ name: "found", points: history.ratios("hits", "queries") }], {
+        ...view,
+        top: 1,
+        words: percent,
+      }),
+      "Prompt tokens that the cache already held.",
+    );
     this.drawShares();
   }
 
@@ -82,19 +125,31 @@ export class Dashboard {
     const lively = history.growth("steps") > 0;
     const amount = (name) => (lively ? history.growth(name) : history.last.counters[name]);
     const total = PARTS.reduce((sum, part) => sum + amount(part), 0);
-    const parts = total > 0 ? PARTS.map((name) => ({
-      name,
-      share: amount(name) / total,
-      words: `${((1000 * amount(name)) / Math.max(1, amount("steps"))).toFixed(2)} ms`,
-    })) : [];
-    this.show("time", "Time of a step", total > 0 ? `${((1000 * total) / Math.max(1, amount("steps"))).toFixed(1)} ms` : "no steps yet",
-      shareBar("Time of a step", parts), lively ? "Over the last minute." : "Since the server began.");
+    const parts =
+      total > 0
+        ? PARTS.map((name) => ({
+            name,
+            share: amount(name) / total,
+            words: `${((1000 * amount(name)) / Math.max(1, amount("steps"))).toFixed(2)} ms`,
+          }))
+        : [];
+    this.show(
+      "time",
+      "Time of a step",
+      total > 0 ? `${((1000 * total) / Math.max(1, amount("steps"))).toFixed(1)} ms` : "no steps yet",
+      shareBar("Time of a step", parts),
+      lively ? "Over the last minute." : "Since the server began.",
+    );
   }
 
   /** Put a chart in its place; the first time it makes the place. */
   show(name, title, value, chart, caption = "") {
     if (!this.figures.has(name)) {
-      const places = { value: element("output", { for: "" }), chart: element("div", { class: "chart" }), caption: element("p", { class: "hint" }) };
+      const places = {
+        value: element("output", { for: "" }),
+        chart: element("div", { class: "chart" }),
+        caption: element("p", { class: "hint" }),
+      };
       places.value.setAttribute("aria-live", "off"); // it changes each second
       const head = element("figcaption", {}, element("span", {}, title), places.value);
       byId("live").append(element("figure", { id: `live-${name}` }, head, places.chart, places.caption));

@@ -21,7 +21,9 @@ export function fillLegend(legend, maxDepth) {
   for (let depth = 0; depth <= Math.min(maxDepth, DEEPEST); depth++) {
     const text = depth === 0 ? "own" : String(depth);
     const mark = element("span", { class: `token d${depth}`, "aria-hidden": "true" }, text);
-    steps.push(element("li", { title: depthInWords(depth) }, mark, element("span", { class: "unseen" }, depthInWords(depth))));
+    steps.push(
+      element("li", { title: depthInWords(depth) }, mark, element("span", { class: "unseen" }, depthInWords(depth))),
+    );
   }
   legend.replaceChildren(...steps);
 }

@@ -77,9 +77,10 @@ export class History {
     return this.pairs((before, after) => (after.counters[name] - before.counters[name]) / (after.time - before.time));
   }
 
-  /** [time, growth of one counter for each of another's] between neighbouring samples; none where the other stood still. */
+  /** [time, growth of one counter for each of another's] between neighbours; none where the other stood still. */
   ratios(name, other) {
-    const ratio = (before, after) => (after.counters[name] - before.counters[name]) / (after.counters[other] - before.counters[other]);
+    const ratio = (before, after) =>
+      (after.counters[name] - before.counters[name]) / (after.counters[other] - before.counters[other]);
     return this.pairs(ratio).filter(([, value]) => Number.isFinite(value));
   }
 
@@ -92,7 +93,7 @@ export class History {
     return this.samples.map((sample) => [sample.time, sample[name]]);
   }
 
-  /** Shares of the cycles with drafts in which the draft of each depth was accepted: {minute, total}; null without any. */
+  /** Shares of the cycles with drafts in which the draft of each depth was accepted: {minute, total}; null: no drafts. */
   acceptance() {
     const share = (accepted, drafts) => (drafts > 0 ? accepted / drafts : null);
     const { accepted, counters } = this.last;

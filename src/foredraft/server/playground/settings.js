@@ -32,7 +32,9 @@ export class Settings {
   /** Offer 0 to maxDrafts draft tokens, keeping the choice where it is still offered. */
   offerDrafts() {
     const chosen = this.drafts.value;
-    const options = [element("option", { value: "" }, this.maxDrafts ? "As the server is set" : "This model has no drafts")];
+    const options = [
+      element("option", { value: "" }, this.maxDrafts ? "As the server is set" : "This model has no drafts"),
+    ];
     for (let count = 0; this.maxDrafts && count <= this.maxDrafts; count++) {
       options.push(element("option", { value: count }, count === 0 ? "0: no drafts" : count));
     }

@@ -17,7 +17,8 @@ function button(text, label, onClick, className = "quiet") {
 
 async function copyText(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
-  const area = element("textarea", { class: "unseen", readonly: "" }); // plain HTTP from another machine has no clipboard
+  // Over plain HTTP from another machine there is no clipboard but this way.
+  const area = element("textarea", { class: "unseen", readonly: "" });
   area.value = text;
   document.body.append(area);
   area.select();
@@ -49,7 +50,14 @@ export class Turn {
       "div",
       { class: "turn" },
       element("article", { class: "user", "aria-label": "You" }, asked, element("div", { class: "tools" }, edit)),
-      element("article", { class: "model", "aria-label": "Model", "aria-busy": "true" }, this.text, this.note, this.foot, this.tools),
+      element(
+        "article",
+        { class: "model", "aria-label": "Model", "aria-busy": "true" },
+        this.text,
+        this.note,
+        this.foot,
+        this.tools,
+      ),
     );
     this.node.classList.add("waiting");
   }
@@ -89,7 +97,10 @@ export class Turn {
     this.tools.hidden = false;
     this.copy.hidden = !this.answer;
     const numTokens = this.usage?.completion_tokens ?? this.numPieces;
-    if (numTokens) this.foot.replaceChildren(summary({ ...this.timing(numTokens), numTokens, usage: this.usage, speculation: this.speculation }));
+    if (numTokens)
+      this.foot.replaceChildren(
+        summary({ ...this.timing(numTokens), numTokens, usage: this.usage, speculation: this.speculation }),
+      );
   }
 
   /** Seconds to the first text, and tokens a second after the first chunk (null where there was but one). */

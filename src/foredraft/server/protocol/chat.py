@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from foredraft.errors import shown
-from foredraft.errors import shown
 from foredraft.server.protocol.body import Body, JsonObject, refusal
 from foredraft.server.protocol.messages import Messages
 from foredraft.server.protocol.neutral import NeutralChatFields

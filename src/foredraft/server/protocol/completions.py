@@ -8,7 +8,6 @@ from pydantic import Field, Tag, model_validator
 from pydantic.types import Discriminator
 
 from foredraft.errors import shown
-from foredraft.errors import shown
 from foredraft.server.protocol.body import Text, TokenIds, refusal
 from foredraft.server.protocol.neutral import NeutralCompletionFields
 from foredraft.server.protocol.sampling import MAX_LOGPROBS, SamplingFields

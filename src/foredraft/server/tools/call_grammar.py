@@ -80,14 +80,19 @@ class CallGrammar:
             )
         )
 
-    def raw_text(self, ending: str, schema: Mapping[str, Any], field: str) -> str:
+    def raw_text(self, ending: str, schema: Mapping[str, Any], field: str, *, no_json: bool = False) -> str:
         """Text by a schema's length and pattern, then `ending`, which the text does not hold.
 
-        One terminal for both: a lexer is greedy, and would take the beginning of the ending for text.
+        no_json: it does not begin as a number, a list or an object does either.
+        One terminal for all: a lexer takes the longest, and would take the beginning of the ending for text.
         """
         end = _escaped(ending)
-        shortest, longest = schema.get("minLength", 0), schema.get("maxLength", "")
+        shortest, longest = (schema.get(key, default) for key, default in (("minLength", 0), ("maxLength", "")))
+        if any(not isinstance(each, int) or isinstance(each, bool) or each < 0 for each in (shortest, longest or 0)):
+            raise RequestError(f"{field} must have a length that is an integer, 0 or more")
         parts = [f"/(?s:.{{{shortest},{longest}}}){end}/", f"~/(?s:.*){_escaped(ending.strip())}(?s:.+)/"]
+        if no_json:
+            parts.append(f"~/(?s:\\s*[-+.0-9(\\[{{].*){end}/")
         if (pattern := schema.get("pattern")) is not None:
             if not isinstance(pattern, str) or re.search(r"(?<!\\)(?:\\\\)*/|\n", pattern):
                 raise RequestError(f"{field} has a pattern that this format of calls cannot follow")
@@ -99,36 +104,50 @@ class CallGrammar:
 
     def value(self, function: Function, name: str, ending: str) -> str:
         """A value of a parameter as it stands in a format where text has no quotes and all else is JSON."""
-        return self.rule(
-            *self._values(function, function.properties.get(name, {}), ending, f"{function.name}.{name}", 8)
-        )
+        schema = function.properties.get(name, {})
+        types = function.types(schema) or frozenset()
+        # What begins as JSON does is JSON, if both may be: the lexer could not go back from text to a number.
+        no_json = bool(types & {"integer", "number", "array", "object"})
+        return self.rule(*self._values(function, schema, ending, f"{function.name}.{name}", 8, no_json))
 
-    def _values(self, function: Function, schema: object, ending: str, field: str, depth: int) -> Iterator[str]:
-        field_text = f"parameter {field!r}"
+    def _values(
+        self, function: Function, schema: object, ending: str, name: str, depth: int, no_json: bool
+    ) -> Iterator[str]:
+        field = f"parameter {name!r}"
         schema = function.resolved(schema)
         types = function.types(schema)
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         branches = schema.get("anyOf", schema.get("oneOf"))
-        if types is not None and "string" not in types:
-            yield f"{self.json(self._with_definitions(function, schema), field_text)} {self.literal(ending)}"
-        elif isinstance(values, list):
+        if isinstance(values, list):
             for value in values:
-                text = value if isinstance(value, str) else json_text(value, field_text)
+                text = value if isinstance(value, str) else json_text(value, field)
                 if ending.strip() in text:
                     raise RequestError(
-                        f"{field_text} may be text that this format of calls cannot hold: {ending.strip()}"
+                        f"{field} may be text with {ending.strip()}, which this format of calls cannot hold"
                     )
                 yield self.literal(text + ending)
         elif isinstance(branches, list) and depth > 0 and "type" not in schema:
             for branch in branches:
-                yield from self._values(function, branch, ending, field, depth - 1)
+                yield from self._values(function, branch, ending, name, depth - 1, no_json)
+        elif types is not None and "string" not in types:
+            yield from self._json_values(function, schema, ending, field, types)
         elif any(rule in schema for rule in ("allOf", "anyOf", "oneOf", "not", "if")):
-            raise RequestError(f"{field_text} has a schema that this format of calls cannot follow: use plain types")
+            raise RequestError(f"{field} has a schema that this format of calls cannot follow: use plain types")
         else:
-            yield self.raw_text(ending, schema, field_text)
-            for kind in sorted((types or frozenset()) - {"string"}):
+            yield self.raw_text(ending, schema, field, no_json=no_json)
+            yield from self._json_values(function, schema, ending, field, (types or frozenset()) - {"string"})
+
+    def _json_values(
+        self, function: Function, schema: Mapping[str, Any], ending: str, field: str, types: frozenset[str]
+    ) -> Iterator[str]:
+        """JSON of these types, then the ending; in one terminal where text may be alike."""
+        words = {"null": ("null",), "boolean": ("true", "false")}
+        for kind in sorted(types):
+            if kind in words:
+                yield from (self.literal(word + ending) for word in words[kind])
+            else:
                 whole = self._with_definitions(function, {**schema, "type": kind})
-                yield f"{self.json(whole, field_text)} {self.literal(ending)}"
+                yield f"{self.json(whole, field)} {self.literal(ending)}"
 
     def python_value(self, function: Function, name: str) -> str:
         """A value of a parameter as Python writes it, or as JSON inside of lists and dicts."""

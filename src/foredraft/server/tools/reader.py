@@ -23,7 +23,8 @@ class Reader:
     """The output so far, and the events that it has given.
 
     `begin` marks where a call may begin; what is read from there on is kept, until `open_call` says that it is a call,
-    `drop` that it is of no account, `give_up` that it is text, or `give_back` that it is to be read again. Every character is read once, so time is linear.
+    `drop` that it is of no account, `give_up` that it is text, or `give_back` that it is to be read again. That aside,
+    every character is read once, so time is linear.
     """
 
     def __init__(self, id_prefix: str = "call_", id_length: int = 24) -> None:

@@ -95,11 +95,12 @@ class Tags:
     def grammar(self, grammar: CallGrammar, functions: Sequence[Function], parallel: bool, follows_marker: bool) -> str:
         """The grammar of the format."""
         call = grammar.rule(*(self._call_grammar(grammar, function) for function in functions))
-        line = grammar.literal("\n")
-        before = f"{grammar.literal(self.block[0])} {line}" if self.call_end else grammar.literal(self.block[0])
-        after = f"{line} {grammar.literal(self.block[1])}"
-        first = f"{line if self.call_end else ''} {call} {after}" if follows_marker else f"{before} {call} {after}"
-        return grammar.repeated(first, f"{line} {before} {call} {after}", parallel=parallel)
+        line = "\n" if self.call_end else ""
+        before = grammar.literal(f"{self.block[0]}{line}")
+        after = grammar.literal(f"\n{self.block[1]}")  # in one with the line break, with which a parameter begins too
+        first = f"{grammar.literal(line)} {call} {after}" if follows_marker else f"{before} {call} {after}"
+        again = grammar.literal(f"\n{self.block[0]}{line}")
+        return grammar.repeated(first, f"{again} {call} {after}", parallel=parallel)
 
     def _call_grammar(self, grammar: CallGrammar, function: Function) -> str:
         parts = [grammar.literal(f"{self.name[0]}{function.name}{self.name[1]}")]
