@@ -8,6 +8,8 @@ import { History, PARTS, sampleOf } from "./metrics.js";
 const SECOND = 1000;
 const LONGEST_PAUSE = 10 * SECOND; // between tries while the server cannot be reached
 const PATIENCE = 5 * SECOND;
+const BARS = "Bars: the last minute, in % of the steps with drafts.";
+const NO_BARS = "No drafts in the last minute.";
 const LINES = "Lines: since the server began.";
 
 function rounded(value) {
@@ -68,7 +70,7 @@ export class Dashboard {
         { name: "last minute", values: minute },
         { name: "since start", values: total },
       ]),
-      drafted ? `Bars: the last minute, in % of the steps with drafts. ${LINES}` : `No drafts in the last minute. ${LINES}`,
+      `${drafted ? BARS : NO_BARS} ${LINES}`,
     );
     const speed = history.rates("generated");
     this.show(

@@ -93,7 +93,7 @@ export class History {
     return this.samples.map((sample) => [sample.time, sample[name]]);
   }
 
-  /** Shares of the cycles with drafts in which the draft of each depth was accepted: {minute, total}; null: no drafts. */
+  /** Shares of the cycles with drafts whose draft of each depth was accepted: {minute, total}; null: no drafts. */
   acceptance() {
     const share = (accepted, drafts) => (drafts > 0 ? accepted / drafts : null);
     const { accepted, counters } = this.last;
