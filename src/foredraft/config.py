@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -15,6 +16,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DraftSampling = Literal["probabilistic", "greedy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 VerificationMethod = Literal["rejection", "block", "lossy-typical"]
+LoadFormat = Literal["auto", "dummy"]
+MAX_RATES = 256
 LOSSY_EPSILON, LOSSY_DELTA = 0.09, 0.3
 
 
@@ -28,6 +31,9 @@ class EngineConfig:
 
     model: str | Path | None = _setting(None, "checkpoint directory; the built-in SmolLM2-135M-Instruct if left out")
     mtp: str | Path | None = _setting(None, "directory or file with MTP modules, if they are not with the checkpoint")
+    load_format: LoadFormat = _setting(
+        "auto", "dummy: random weights of the shape that config.json in the model's directory describes, to time it"
+    )
     dtype: str = _setting("auto", f"one of {', '.join(DTYPES)}; auto is float32 on a CPU, else the checkpoint's")
     device: str = _setting("auto", "torch device; auto is cuda where there is one")
     num_speculative_tokens: int | None = _setting(
@@ -45,6 +51,10 @@ class EngineConfig:
     )
     lossy_delta: float | None = _setting(
         None, f"and above this multiple of exp(-entropy), if that is less; {LOSSY_DELTA} if left out"
+    )
+    synthetic_acceptance: str | Sequence[float] | None = _setting(
+        None,
+        "accept drafts by chance, at these rates by depth, as in 0.8,0.7: to time it, the output is not the target's",
     )
     logprobs_mode: LogprobsMode = _setting(
         "raw", "log-probabilities of the target's own logits (raw), or after options and filters (processed)"
@@ -74,7 +84,11 @@ class EngineConfig:
         _choice("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
         _choice("verification", self.verification, get_args(VerificationMethod))
         _choice("logprobs_mode", self.logprobs_mode, get_args(LogprobsMode))
+        _choice("load_format", self.load_format, get_args(LoadFormat))
+        if self.load_format == "dummy" and self.model is None:
+            raise ConfigError("load_format=dummy needs model: a directory with config.json")
         self._check_lossy()
+        self._check_synthetic()
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError(f"enable_prefix_caching must be true or false, not {self.enable_prefix_caching!r}")
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
@@ -87,6 +101,31 @@ class EngineConfig:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("max_model_len", self.max_model_len, 2)
+
+    @property
+    def synthetic_rates(self) -> tuple[float, ...] | None:
+        """The rates of `synthetic_acceptance` by depth, the last for all deeper ones; None if drafts are verified."""
+        if self.synthetic_acceptance is None:
+            return None
+        return _rates("synthetic_acceptance", self.synthetic_acceptance)
+
+    @property
+    def verification_name(self) -> str:
+        """What reports call the rule that accepts drafts: the method, or `synthetic` with its rates."""
+        rates = self.synthetic_rates
+        return self.verification if rates is None else f"synthetic {','.join(f'{rate:g}' for rate in rates)}"
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What makes the output not the model's own, in words for reports; none for a real engine."""
+        marks = ["random weights"] if self.load_format == "dummy" else []
+        if self.synthetic_acceptance is not None:
+            marks.append(f"acceptance by chance: {self.verification_name}")
+        return tuple(marks)
+
+    def _check_synthetic(self) -> None:
+        if self.synthetic_rates is not None and self.verification != "rejection":
+            raise ConfigError(f"synthetic_acceptance takes the place of verification={self.verification}: give one")
 
     def _check_lossy(self) -> None:
         for name in ("lossy_epsilon", "lossy_delta"):
@@ -132,6 +171,25 @@ class EngineConfig:
                 f"times num_speculative_tokens + 1 = {num_speculative_tokens + 1}, which is {rows}: "
                 f"raise max_num_batched_tokens or lower max_num_seqs"
             )
+
+
+def _rates(name: str, value: object) -> tuple[float, ...]:
+    """Numbers from 0 to 1, from text with commas or from a sequence of them."""
+    rule = f"{name} must be rates from 0 to 1, one for each depth, as in 0.8,0.7,0.6"
+    parts: Sequence[object] = value.split(",") if isinstance(value, str) else _sequence(value)
+    if not 1 <= len(parts) <= MAX_RATES or any(isinstance(part, bool) for part in parts):
+        raise ConfigError(f"{rule}, and no more than {MAX_RATES}, not {value!r:.80}")
+    try:
+        rates = tuple(float(part) for part in parts)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{rule}, not {value!r:.80}") from error
+    if not all(0 <= rate <= 1 for rate in rates):  # a NaN is refused too
+        raise ConfigError(f"{rule}, not {value!r:.80}")
+    return rates
+
+
+def _sequence(value: object) -> Sequence[object]:
+    return value if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray) else ()
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -56,7 +57,7 @@ class SpeculationStats:
     def cycles_by_depth(self) -> list[int]:
         """How many cycles had exactly d draft tokens, for d = 0, 1, ...: the depths that were chosen."""
         at_least = [self.num_cycles, *self.drafted_by_depth, 0]
-        return [more - deeper for more, deeper in zip(at_least, at_least[1:])]
+        return [more - deeper for more, deeper in itertools.pairwise(at_least)]
 
     @property
     def num_drafted_tokens(self) -> int:

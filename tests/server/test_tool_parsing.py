@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import combinations
 from typing import Any
 
@@ -180,13 +180,14 @@ def test_calls_alone_give_no_text(name: str, is_together: bool) -> None:
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_every_three_pieces(name: str) -> None:
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_three_pieces(name: str, step: int) -> None:
     shorter = [call.replace("city", "c").replace(" </tool_call> [TOOL_CALLS]", "") for call in WRITTEN[name]]
     text = "a\n" + "x".join(shorter)
     whole = read(name, [text])
     assert len(whole) >= 2
     for number, pieces in enumerate(splits(text, 2)):
-        if number % 5 == 0:  # the cuts next to each other come in turn with all others
+        if number % step == 0:
             assert read(name, pieces) == whole
 
 
@@ -290,6 +291,7 @@ def test_beginnings_of_calls_are_text_if_the_output_ends(name: str) -> None:
     ("name", "text"),
     [
         ("hermes", "<tool_call>I mean this tag.</tool_call>"),
+        ("hermes", "\n <tool_call>"),
         ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
@@ -427,26 +429,38 @@ def test_mistral_ids_are_short(name: str) -> None:
 @pytest.mark.parametrize("kind", ["text", "spaces", "arguments", "markers", "start"])
 def test_time_is_linear(name: str, kind: str) -> None:
     """Eight times the text takes nothing like 64 times the time."""
-    text = {
-        "text": lambda n: "word <[{ " * (n // 9),
-        "spaces": lambda n: " " * n,
-        "arguments": lambda n: WRITTEN[name][0].replace("Z", "Z" * n, 1),
-        "markers": lambda n: WRITTEN[name][0][:11] * (n // 11),
-        "start": lambda n: WRITTEN[name][0][: len(WRITTEN[name][0]) // 3] + "[" * n,
-    }[kind]
+    call = WRITTEN[name][0]
+    texts: dict[str, Callable[[int], str]] = {
+        "text": lambda size: "word <[{ " * (size // 9),
+        "spaces": lambda size: " " * size,
+        "arguments": lambda size: call.replace("Z", "Z" * size, 1),
+        "markers": lambda size: call[:11] * (size // 11),
+        "start": lambda size: call[: len(call) // 3] + "[" * size,
+    }
     seconds = []
-    for size in (4_000, 32_000):
-        started = time.process_time()
-        assert any(events_of(name, text(size)))
+    for size in (3_000, 24_000):
+        parser, started = TOOL_FORMATS[name].parser(), time.process_time()
+        for character in texts[kind](size):
+            parser.add(character)
+        parser.finish()
         seconds.append(time.process_time() - started)
     assert seconds[1] < 28 * seconds[0] + 0.05
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_many_calls_in_one_piece(name: str) -> None:
+    """Each is read once, and none is opened twice."""
+    result = read(name, ["\n".join(WRITTEN[name] * 100)])
+    assert decoded(result) == TWO_CALLS * 100
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_a_megabyte_in_characters_takes_seconds(name: str) -> None:
-    started = time.process_time()
-    events_of(name, WRITTEN[name][0].replace("Z", "Z" * 1_000_000, 1))
+    parser, started = TOOL_FORMATS[name].parser(), time.process_time()
+    for character in WRITTEN[name][0].replace("Z", "Z" * 1_000_000, 1):
+        parser.add(character)
+    parser.finish()
     assert time.process_time() - started < 20
 
 

@@ -16,13 +16,35 @@ import transformers
 
 from foredraft import LLM, __version__
 
+_SECRET = "--api-key"
+
 
 def write_report(file: Path, benchmark: str, llm: LLM, results: dict[str, Any]) -> None:
     """Write `results` as JSON with date, command line, machine, versions and model."""
+    model = {
+        "name": llm.info.path.name,
+        "dtype": str(llm.dtype).removeprefix("torch."),
+        "device": str(llm.device),
+        "num_mtp_modules": llm.info.num_mtp_modules,
+        "load_format": llm.config.load_format,
+        "verification": llm.engine.limits.verification,
+    }
+    _write(file, benchmark, {"model": model, **results})
+
+
+def write_server_report(file: Path, benchmark: str, server: dict[str, Any], results: dict[str, Any]) -> None:
+    """Write `results` of a server: like `write_report`, with what is known of the server in place of the model.
+
+    Machine and versions are those of the client.
+    """
+    _write(file, benchmark, {"server": server, **results})
+
+
+def _write(file: Path, benchmark: str, results: dict[str, Any]) -> None:
     report = {
         "benchmark": benchmark,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["foredraft", *sys.argv[1:]]),
+        "command": shlex.join(_without_secrets(["foredraft", *sys.argv[1:]])),
         "machine": machine(),
         "versions": {
             "foredraft": __version__,
@@ -30,16 +52,16 @@ def write_report(file: Path, benchmark: str, llm: LLM, results: dict[str, Any]) 
             "transformers": transformers.__version__,
             "python": platform.python_version(),
         },
-        "model": {
-            "name": llm.info.path.name,
-            "dtype": str(llm.dtype).removeprefix("torch."),
-            "device": str(llm.device),
-            "num_mtp_modules": llm.info.num_mtp_modules,
-        },
         **results,
     }
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def _without_secrets(command: list[str]) -> list[str]:
+    """The words of a command line, with those of `--api-key` left out."""
+    kept = [f"{_SECRET}=..." if word.startswith(f"{_SECRET}=") else word for word in command]
+    return ["..." if before == _SECRET else word for before, word in zip(["", *kept], kept)]
 
 
 def machine() -> dict[str, Any]:

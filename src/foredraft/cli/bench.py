@@ -1,4 +1,4 @@
-"""`foredraft bench`: speed, acceptance and the prefix cache, measured; and the commands of `bench_sampling`."""
+"""`foredraft bench`: speed and the prefix cache, measured; and the commands of the other `bench_` files."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Annotated
 
 import typer
-from rich import box
 
 from foredraft.bench.prompts import CHAT_PROMPTS, DEFAULT_PROMPTS, read_prompts
+from foredraft.cli.bench_compare import acceptance, compare
 from foredraft.cli.bench_options import (
     MaxTokens,
     NumPrompts,
@@ -17,22 +17,24 @@ from foredraft.cli.bench_options import (
     Raw,
     batches_of,
     integers,
+    print_marks,
     tokenize,
     with_progress,
     write,
 )
 from foredraft.cli.bench_sampling import grammar, processors, structured, verification
-from foredraft.cli.display import depth_table, open_console
+from foredraft.cli.bench_serving import offline, overhead, serve
+from foredraft.cli.display import open_console
 from foredraft.cli.options import engine_options, load, usage_errors
 from foredraft.config import EngineConfig
-from foredraft.errors import ForedraftError
 from foredraft.sampling_params import SamplingParams
-from foredraft.statistics import SpeculationStats
 
 DEFAULT_DEPTHS = (1, 2, 3, 4, 5, 6, 8)
 
 bench_app = typer.Typer(
-    name="bench", help="Measure speed, acceptance, the prefix cache, and how tokens are chosen.", no_args_is_help=True
+    name="bench",
+    help="Measure speed, acceptance, the prefix cache, servers, and how tokens are chosen.",
+    no_args_is_help=True,
 )
 
 
@@ -70,48 +72,11 @@ def speed(
     batches = batches_of(tokenize(llm, texts, is_raw=raw), batch_size)
     result = measure_speed(variants, with_progress(batches), max_tokens)
     console = open_console()
+    print_marks(llm.config.marks)
     console.print(result.table())
     console.print(f"All outputs identical: {'yes' if result.is_identical else 'NO'}")
     settings = {"prompts": prompts.name, "max_tokens": max_tokens, "batch_size": batch_size}
     write(output, "speed", llm, {"settings": settings, **result.to_dict()})
-
-
-@bench_app.command()
-@engine_options
-def acceptance(
-    prompts: Prompts = DEFAULT_PROMPTS,
-    num_prompts: NumPrompts = 16,
-    max_tokens: MaxTokens = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
-    seed: Annotated[int, typer.Option(help="the first prompt's; each next one has the next")] = 0,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on after EOS")] = False,
-    raw: Raw = False,
-    output: Output = None,
-    *,
-    config: EngineConfig,
-) -> None:
-    """How many drafts are accepted, by depth: of all drafts, and of those whose predecessor was accepted."""
-    with usage_errors():
-        texts = read_prompts(prompts, num_prompts)
-        params = [
-            SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed + index, ignore_eos=ignore_eos)
-            for index in range(num_prompts)
-        ]
-    llm = load(config)
-    speculation, num_tokens = SpeculationStats(), 0
-    for result in llm.generate(tokenize(llm, texts, is_raw=raw), params):
-        if result.error is not None:
-            raise ForedraftError(result.error)
-        speculation.add(result.stats)
-        num_tokens += len(result.token_ids)
-    console = open_console()
-    console.print(depth_table(speculation, box.MARKDOWN))
-    length = speculation.mean_acceptance_length
-    console.print(f"Mean acceptance length {length:.2f}, over {speculation.num_drafts} drafts for {num_tokens} tokens")
-    settings = {"prompts": prompts.name, "num_prompts": num_prompts, "max_tokens": max_tokens}
-    settings |= {"temperature": temperature, "seed": seed, "ignore_eos": ignore_eos}
-    settings["num_speculative_tokens"] = llm.engine.limits.max_depth
-    write(output, "acceptance", llm, {"settings": settings, "num_tokens": num_tokens, **speculation.to_dict()})
 
 
 @bench_app.command()
@@ -136,6 +101,7 @@ def chats(
     llm = load(config)
     result = measure_chats(llm, texts, num_turns, params)
     console = open_console()
+    print_marks(llm.config.marks)
     console.print(result.table())
     console.print(f"All answers identical: {'yes' if result.is_identical else 'NO'}")
     settings = {"prompts": prompts.name, "num_prompts": num_prompts, "num_turns": num_turns, "max_tokens": max_tokens}
@@ -179,6 +145,7 @@ def cache(
         tuple(bench.measure_steps(number, depth, steps) for number, depth in with_progress(kinds_of_steps)),
     )
     console = open_console()
+    print_marks(llm.config.marks)
     for title, table in result.tables().items():
         console.print(f"{title}:", table)
     settings = {"prompts": prompts.name, "num_prompts": num_prompts, "prefix_tokens": prefix_tokens}
@@ -187,5 +154,5 @@ def cache(
     write(output, "cache", llm, {"settings": settings, **result.to_dict()})
 
 
-for command in (verification, structured, processors, grammar):
+for command in (acceptance, compare, verification, structured, processors, grammar, serve, offline, overhead):
     bench_app.command()(command)

@@ -52,6 +52,12 @@ def integers(name: str, text: str, *, low: int = 1) -> list[int]:
     return numbers
 
 
+def print_marks(marks: Sequence[str]) -> None:
+    """Above a table: what makes its figures not those of the model's own output (`EngineConfig.marks`)."""
+    for mark in marks:
+        open_console().print(f"NOT the model's own output: {mark}", soft_wrap=True)
+
+
 def write(output: Path | None, benchmark: str, llm: LLM, results: dict[str, Any]) -> None:
     """Write a report, if one is wanted."""
     if output is not None:

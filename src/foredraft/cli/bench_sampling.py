@@ -17,6 +17,7 @@ from foredraft.cli.bench_options import (
     Raw,
     batches_of,
     integers,
+    print_marks,
     tokenize,
     with_progress,
     write,
@@ -56,6 +57,7 @@ def verification(
         texts = read_prompts(prompts, num_prompts)
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     llms = {name: load(each, is_quiet=name != names[0]) for name, each in configs.items()}
+    print_marks(config.marks)
     llm = llms[names[0]]
     batches = batches_of(tokenize(llm, texts, is_raw=raw), batch_size)
     result = measure_verification(llms, with_progress(batches), params, num_seeds)
@@ -91,6 +93,7 @@ def structured(
         SchemaCheck()
         config = _with_depths(config, tried)
     llm = load(config)
+    print_marks(config.marks)
     tasks = json_tasks(num_prompts)
     prompted = list(zip(tasks, tokenize(llm, [task.prompt for task in tasks])))
     result = measure_structured(llm, prompted, params, tried, batch_size, with_progress(range(len(tasks))))
@@ -123,6 +126,7 @@ def processors(
         texts = read_prompts(prompts, batch_size)
         config = _with_depths(config, tried)
     llm = load(config)
+    print_marks(config.marks)
     token_ids = tokenize(llm, texts)
     options = sets_of_options(llm.engine.limits.vocab_size, token_ids[0], num_tokens_of(steps, max(tried)))
     result = measure_processors(llm, token_ids, options, tried, steps, with_progress(range(repeats)))
@@ -145,6 +149,7 @@ def grammar(
     from foredraft.bench.grammar import load_libraries, measure_grammar
 
     llm = load(config, is_quiet=True)
+    print_marks(config.marks)
     if llm.tokenizer is None:
         raise ConfigError("grammars need a tokenizer, and the checkpoint has none")
     limits = llm.engine.limits

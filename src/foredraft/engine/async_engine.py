@@ -169,11 +169,11 @@ class AsyncEngine:
             raise
         return submission
 
-    def check_is_taking(self) -> None:
-        """Raise EngineBusyError or EngineUnavailableError if no request is taken now."""
+    def check_is_taking(self, num_before: int = 0) -> None:
+        """Raise EngineBusyError or EngineUnavailableError if no request is taken now, after `num_before` others."""
         if self.state is not EngineState.READY:
             raise EngineUnavailableError(f"the engine is {self.state.value}")
-        if (num_waiting := self.num_waiting) >= self.max_waiting:
+        if (num_waiting := self.num_waiting + num_before) >= self.max_waiting:
             raise EngineBusyError(f"{num_waiting} requests wait already, of at most {self.max_waiting}")
 
     def discard(self, submission: Submission) -> None:

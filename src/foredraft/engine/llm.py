@@ -218,7 +218,7 @@ def model_name(config: EngineConfig) -> str:
 
 def describe_model(config: EngineConfig) -> CheckpointInfo:
     """What the checkpoint that `config` names holds; nothing is loaded."""
-    return inspect_checkpoint(*resolve_model(config))
+    return inspect_checkpoint(*resolve_model(config), config.load_format)
 
 
 def _config(kind: type[EngineConfig], model: str | Path | None, settings: dict[str, Any]) -> EngineConfig:

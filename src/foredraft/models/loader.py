@@ -21,7 +21,9 @@ from transformers.modeling_layers import MtpModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from foredraft.config import LoadFormat
 from foredraft.errors import ModelLoadError
+from foredraft.models import dummy
 from foredraft.models.attention import ATTENTION_NAME
 from foredraft.models.checkpoint_files import (
     count_parameters,
@@ -86,9 +88,11 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
 
 
-def inspect_checkpoint(model: str | Path, mtp: str | Path | None = None) -> CheckpointInfo:
+def inspect_checkpoint(
+    model: str | Path, mtp: str | Path | None = None, load_format: LoadFormat = "auto"
+) -> CheckpointInfo:
     """Describe a checkpoint without reading a tensor; arguments and errors as for `load_checkpoint`."""
-    return _examine(model, mtp)[0]
+    return _examine_shape(model, mtp)[0] if load_format == "dummy" else _examine(model, mtp)[0]
 
 
 def load_checkpoint(
@@ -99,6 +103,7 @@ def load_checkpoint(
     dtype: torch.dtype,
     device: torch.device,
     attn_implementation: str = ATTENTION_NAME,
+    load_format: LoadFormat = "auto",
 ) -> LoadedModel:
     """Load a target with its first `num_modules` MTP modules (None: all; 0: none) and its tokenizer.
 
@@ -107,19 +112,34 @@ def load_checkpoint(
     Weights are converted to `dtype`, except those that the model's class keeps in float32 (routers). The modules
     share the target's embedding and head.
 
+    load_format "dummy": only config.json and, where there are any, the files of the tokenizer are read, and the weights
+    are random (see `models.dummy`). There are as many modules as the configuration says, or as `mtp` holds.
+
     ModelLoadError: not found, not readable, not a decoder that Foredraft runs, or weights that do not fit it.
     """
-    info, config, source = _examine(model, mtp)
+    source: MtpSource | None = None
+    if load_format == "dummy":
+        info, config = _examine_shape(model, mtp)
+    else:
+        info, config, source = _examine(model, mtp)
     wanted = info.num_mtp_modules if num_modules is None else num_modules
     if not 0 <= wanted <= info.num_mtp_modules:
         raise ModelLoadError(f"{info.path}: {wanted} MTP modules asked for, but there are {info.num_mtp_modules}")
     if wanted:
         set_mtp_fields(config, wanted)
     with _quiet_transformers():
-        target = _load_target(info, config, dtype, device)
+        target = (
+            dummy.build_target(config, dtype, device)
+            if load_format == "dummy"
+            else _load_target(info, config, dtype, device)
+        )
         # Before the modules are built: they keep the attention that is set by then.
         target.set_attn_implementation(attn_implementation)
-        modules = build_mtp_model(target, source, wanted, dtype, device) if source is not None and wanted else None
+        modules: MtpModel | None = None
+        if wanted and load_format == "dummy":
+            modules = dummy.build_mtp(target, wanted, dtype, device)
+        elif wanted and source is not None:
+            modules = build_mtp_model(target, source, wanted, dtype, device)
     tokenizer = _load_tokenizer(info.path)
     return LoadedModel(target, modules, info.num_mtp_modules, tokenizer, info, _eos_token_ids(target))
 
@@ -138,7 +158,58 @@ def _examine(model: str | Path, mtp: str | Path | None) -> tuple[CheckpointInfo,
         source = None
     target_headers = {name: header for name, header in headers.items() if inside is None or name not in inside.owned}
     is_tied = bool(getattr(text_config, "tie_word_embeddings", False))
-    info = CheckpointInfo(
+    info = _info(
+        path,
+        config,
+        architecture,
+        num_parameters=count_parameters(target_headers, is_tied),
+        dtype=stored_dtype(target_headers),
+        num_mtp_modules=0 if source is None else len(source.modules),
+        mtp_layout=None if source is None else source.layout,
+        mtp_path=None if source is None else source.path,
+        num_mtp_parameters=0 if source is None else source.num_parameters,
+    )
+    return info, config, source
+
+
+def _examine_shape(model: str | Path, mtp: str | Path | None) -> tuple[CheckpointInfo, PreTrainedConfig]:
+    """As `_examine`, for random weights: from config.json alone, and the headers of the file that `mtp` names."""
+    path = Path(model).expanduser()
+    if not path.is_dir():
+        raise ModelLoadError(f"{model}: no such directory; random weights need one with config.json")
+    config = _read_config(path)
+    architecture = _check_runnable(path, config)
+    text_config: Any = config.get_text_config(decoder=True)
+    beside = None if mtp is None else mtp_file(path, mtp)
+    if beside is None:
+        num_modules = dummy.declared_modules(config)
+    else:
+        num_modules = len(find_mtp_beside(beside, text_config.hidden_size).modules)
+    num_parameters, num_mtp_parameters = dummy.count_parameters(config, num_modules)
+    layout: MtpLayout = "inside" if beside is None else "beside"
+    info = _info(
+        path,
+        config,
+        architecture,
+        num_parameters=num_parameters,
+        dtype=_declared_dtype(text_config),
+        num_mtp_modules=num_modules,
+        mtp_layout=layout if num_modules else None,
+        mtp_path=(beside or path) if num_modules else None,
+        num_mtp_parameters=num_mtp_parameters,
+    )
+    return info, config
+
+
+def _declared_dtype(text_config: Any) -> str:
+    """As the configuration says; bfloat16, which most are published in, if it says nothing."""
+    return str(getattr(text_config, "dtype", None) or "bfloat16").removeprefix("torch.")
+
+
+def _info(path: Path, config: PreTrainedConfig, architecture: str, **contents: Any) -> CheckpointInfo:
+    """With what the configuration says; contents: what is known of the weights."""
+    text_config: Any = config.get_text_config(decoder=True)
+    return CheckpointInfo(
         path=path,
         architecture=architecture,
         model_type=config.model_type,
@@ -146,15 +217,9 @@ def _examine(model: str | Path, mtp: str | Path | None) -> tuple[CheckpointInfo,
         hidden_size=text_config.hidden_size,
         vocab_size=text_config.vocab_size,
         max_position_embeddings=_max_position_embeddings(path, text_config),
-        num_parameters=count_parameters(target_headers, is_tied),
-        dtype=stored_dtype(target_headers),
-        tie_word_embeddings=is_tied,
-        num_mtp_modules=0 if source is None else len(source.modules),
-        mtp_layout=None if source is None else source.layout,
-        mtp_path=None if source is None else source.path,
-        num_mtp_parameters=0 if source is None else source.num_parameters,
+        tie_word_embeddings=bool(getattr(text_config, "tie_word_embeddings", False)),
+        **contents,
     )
-    return info, config, source
 
 
 def _read_config(path: Path) -> PreTrainedConfig:

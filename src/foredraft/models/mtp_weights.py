@@ -163,7 +163,7 @@ def build_mtp_model(
     The embedding, head and rotary embedding are the target's own. The target's config must have been through
     `set_mtp_fields`. ModelLoadError names tensors that are missing, surplus or of the wrong shape.
     """
-    model = _new_mtp_model(target, num_modules, dtype)
+    model = new_mtp_model(target, num_modules, dtype)
     modules = source.modules[:num_modules]
     with ExitStack() as stack:
         files = {header.file for module in modules for header in module.values()}
@@ -198,7 +198,7 @@ def build_mtp_model(
     return model.requires_grad_(False)
 
 
-def _new_mtp_model(target: PreTrainedModel, num_modules: int, dtype: torch.dtype) -> MtpModel:
+def new_mtp_model(target: PreTrainedModel, num_modules: int, dtype: torch.dtype) -> MtpModel:
     """An `MtpModel` whose own weights are on the meta device (elsewhere it would initialise the target's embedding)."""
     try:
         with ExitStack() as stack:

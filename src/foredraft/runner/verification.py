@@ -14,8 +14,9 @@ from foredraft.logprobs import LogprobsMode, TokenLogprob
 from foredraft.plan import RequestPlan
 from foredraft.runner.request_memory import RequestMemory
 from foredraft.sampling.logprobs import token_logprobs
+from foredraft.sampling.philox import Stream, uniform
 from foredraft.sampling.processors import RowError, RuledRows, apply_rules
-from foredraft.sampling.sampler import RowSettings, SamplingTensors, greedy, probabilities
+from foredraft.sampling.sampler import RowSettings, SamplingTensors, greedy, probabilities, sample
 from foredraft.speculation.verifier import block_verify, rejection_sample, typical_accept, verify_greedy
 
 
@@ -29,13 +30,18 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True)
 class VerificationSettings:
-    """How drafts are decided, for all requests of an engine. epsilon and delta are those of lossy-typical."""
+    """How drafts are decided, for all requests of an engine.
+
+    epsilon and delta are those of lossy-typical. synthetic_rates: accept drafts by chance instead, whatever they are:
+    the rate at each depth among drafts whose predecessor was accepted, the last for all deeper ones.
+    """
 
     method: VerificationMethod = "rejection"
     greedy_drafts: bool = False
     epsilon: float = 0.0
     delta: float = 0.0
     logprobs_mode: LogprobsMode = "raw"
+    synthetic_rates: tuple[float, ...] | None = None
 
 
 class Member(NamedTuple):
@@ -84,7 +90,10 @@ class Verification:
         return decisions
 
     def _greedy(self, members: Sequence[Member], drafts: Tensor, scores: Tensor, rows: Tensor) -> Tensor:
-        return verify_greedy(drafts, greedy(scores)[rows])
+        own = greedy(scores)[rows]
+        if self._settings.synthetic_rates is not None:
+            return self._synthetic(members, drafts, own, scores, rows)
+        return verify_greedy(drafts, own)
 
     def _sampled(self, members: Sequence[Member], drafts: Tensor, scores: Tensor, rows: Tensor) -> Tensor:
         settings, device = self._settings, scores.device
@@ -92,11 +101,29 @@ class Verification:
         per_row = sampling.rows(torch.arange(len(members), device=device).repeat_interleave(rows.shape[1]))
         target_probs = probabilities(scores[rows.flatten()], per_row).view(*rows.shape, -1)
         positions = torch.tensor([member.plan.num_tokens for member in members], device=device)
+        if settings.synthetic_rates is not None:
+            # The target's own token of each row, drawn by the numbers that would draw it without drafts.
+            columns = torch.arange(rows.shape[1], device=device)
+            drawn = uniform(sampling.seeds[:, None], positions[:, None] + columns, Stream.RECOVER)
+            own = sample(target_probs.flatten(0, 1), drawn.flatten()).view_as(rows)
+            return self._synthetic(members, drafts, own, scores, rows)
         if settings.method == "lossy-typical":
             return typical_accept(drafts, target_probs, sampling.seeds, positions, settings.epsilon, settings.delta)
         verify = block_verify if settings.method == "block" else rejection_sample
         draft_probs = None if settings.greedy_drafts else _pending_probs(members, drafts, target_probs)
         return verify(drafts, draft_probs, target_probs, sampling.seeds, positions)
+
+    def _synthetic(
+        self, members: Sequence[Member], drafts: Tensor, own: Tensor, scores: Tensor, rows: Tensor
+    ) -> Tensor:
+        """own [B, K+1]: the target's token of each row. A draft that a request's rules forbid is not accepted."""
+        rates, device = self._settings.synthetic_rates, scores.device
+        assert rates is not None
+        by_depth = torch.tensor([rates[min(depth, len(rates) - 1)] for depth in range(drafts.shape[1])], device=device)
+        seeds = torch.tensor([member.plan.seed for member in members], device=device)
+        positions = torch.tensor([member.plan.num_tokens for member in members], device=device)
+        can_follow = scores[rows[:, :-1], drafts.clamp(min=0)].isfinite() & (drafts >= 0)
+        return accept_by_chance(drafts, can_follow, own, by_depth, seeds, positions)
 
     def _add_logprobs(
         self, members: Sequence[Member], decisions: dict[str, Decision], logits: Tensor, scores: Tensor
@@ -117,6 +144,30 @@ class Verification:
             assert num_top is not None
             found = token_logprobs(logprobs[first : first + count], decision.token_ids, num_top)
             decisions[member.plan.request_id] = decision._replace(logprobs=tuple(found))
+
+
+def accept_by_chance(
+    draft_token_ids: Tensor,
+    can_follow: Tensor,
+    target_token_ids: Tensor,
+    rates: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """Emit drafts by given rates, whatever they are, and one token of the target's. NOT the target's output.
+
+    draft_token_ids [B, K] int64, padded with -1; can_follow [B, K] bool, False for what must not be accepted;
+    target_token_ids [B, K+1] int64; rates [K]: the chance of each depth once those before it are accepted. seeds,
+    positions [B] int64, of draft 0: the numbers drawn are functions of the seed and of the position that they decide.
+    Each position is decided once at most, so they are independent from cycle to cycle.
+    Returns ids [B, K+1], -1 after the last emitted token.
+    """
+    columns = torch.arange(target_token_ids.shape[1], device=target_token_ids.device)
+    drawn = uniform(seeds[:, None], positions[:, None] + columns[:-1], Stream.ACCEPT)
+    num_accepted = ((drawn < rates) & can_follow).cumprod(dim=1).sum(dim=1, keepdim=True)
+    drafts = torch.nn.functional.pad(draft_token_ids, (0, 1), value=-1)
+    emitted = torch.where(columns < num_accepted, drafts, target_token_ids)
+    return emitted.masked_fill(columns > num_accepted, -1)
 
 
 def sampling_tensors(

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from foredraft import __version__
+from foredraft.engine.async_engine import Submission
 from foredraft.errors import EngineBusyError, EngineUnavailableError, RequestError
 from foredraft.server.answers import api_error, guarded
 from foredraft.server.chat import ChatAnswer, read_conversation
@@ -204,14 +205,20 @@ async def _generate(service: Service, request: Request, kind: Any, answer_kind: 
     body = await _read(service, request, kind)
     service.check_model(body.model)
     answer = answer_kind(service, body)
+
+    async def submit() -> Submission:
+        with service.reading():
+            found: Submission = await answer.submit()
+            return found
+
     if body.stream:
-        submission = await unless_gone(request, answer.submit())
+        submission = await unless_gone(request, submit())
         if submission is None:
             return Response(status_code=CLIENT_GONE)
         return EventStream(guarded(answer.events(submission), submission))
 
     async def whole() -> bytes:
-        text: str = (await answer.whole(await answer.submit())).model_dump_json()
+        text: str = (await answer.whole(await submit())).model_dump_json()
         return text.encode()
 
     content = await unless_gone(request, whole())

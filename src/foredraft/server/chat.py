@@ -73,7 +73,7 @@ class ChatAnswer:
             raise invalid(f'{name} can be honoured beside tools only if tool_choice is "none"', name)
         if structure is not None and params.ignore_eos:
             raise invalid("ignore_eos must be false where tools have to be called", "ignore_eos")
-        if tool_format.keeps_special_tokens:
+        if tool_format.keeps_special_tokens or tool_format.marker in self._reader.special_tokens:
             params = replace(params, skip_special_tokens=False)
         return replace(params, structured_output=structure)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
@@ -55,6 +56,7 @@ class Service:
         self.observer: Observer = self.metrics
         self._reader: PromptReader | None = None
         self._tracer: ChoiceTracer | None = None
+        self._num_reading = 0
         # One thread: prompts are read in the order in which they come, and never two at once by one tokenizer.
         self._pool = ThreadPoolExecutor(1, "foredraft-prompts")
 
@@ -92,6 +94,7 @@ class Service:
             created=self.created,
             max_model_len=llm.engine.limits.max_model_len,
             max_num_speculative_tokens=llm.engine.limits.max_depth,
+            marks=list(llm.config.marks) or None,
         )
 
     def check_token_ids(self, field: str, token_ids: Sequence[int]) -> None:
@@ -105,9 +108,18 @@ class Service:
         call = functools.partial(function, *arguments, **options)
         return await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """While a request is read: it waits, as those do that the engine has not started. Raises what submit raises."""
+        self.engine.check_is_taking(self._num_reading)
+        self._num_reading += 1
+        try:
+            yield
+        finally:
+            self._num_reading -= 1
+
     async def submit(self, jobs: Sequence[Job]) -> Submission:
         """Hand jobs to the engine, with their grammars compiled here rather than there."""
-        self.engine.check_is_taking()
         if any(job.params.structured_output is not None for job in jobs):
             await self.apart(self._compile, jobs)
         return await self.engine.submit(jobs)

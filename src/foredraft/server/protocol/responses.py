@@ -249,6 +249,7 @@ class Model(Answer):
     owned_by: str = "foredraft"
     max_model_len: int | None = _asked()
     max_num_speculative_tokens: int | None = _asked()
+    marks: list[str] | None = _asked()
 
 
 class ModelList(Answer):

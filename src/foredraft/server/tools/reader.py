@@ -37,6 +37,7 @@ class Reader:
         self._has_ended = False
         self._kept: list[str] | None = None  # what was read since `begin`
         self._in_gap = True  # at the beginning, or after a call
+        self._gap = ""  # white space before what may be a call, of no account if it is one
         self._line_is_blank = True  # so far
         self._events: list[Event] = []
         self._pieces: list[str] = []  # of the event that is last, not in `_events` yet
@@ -72,8 +73,8 @@ class Reader:
 
     def give_up(self) -> None:
         """What was kept is text."""
-        self._text("".join(self._kept or ()))
-        self._kept = None
+        text, self._gap, self._kept = self._gap + "".join(self._kept or ()), "", None
+        self._text(text)
 
     def give_back(self) -> None:
         """What was kept has not been read after all: for a look ahead, of white space mostly."""
@@ -90,7 +91,7 @@ class Reader:
         number = secrets.token_hex(self._id_length)[: self._id_length]
         self._events.append(CallStart(self._num_calls, self._id_prefix + number, name))
         self._num_calls += 1
-        self._kept = None
+        self._kept, self._gap = None, ""
         self.is_open = self._in_gap = self._line_is_blank = True
 
     def arguments(self, text: str) -> None:
@@ -200,12 +201,14 @@ class Reader:
         """
         if self._in_gap:
             self.begin()
-            yield from self.skip()
-            is_next = yield from self.comes_next(markers, line_markers)
+            space = yield from self.skip()
             self._in_gap = False
-            if is_next or (not (yield from self.peek()) and self._num_calls):
+            if (yield from self.comes_next(markers, line_markers)):
+                self._gap = space
                 self.drop()
                 self._line_is_blank = True
+            elif not (yield from self.peek()) and self._num_calls:
+                self.drop()
             else:
                 self.give_up()
         pattern = re.compile(
