@@ -16,10 +16,10 @@ from foredraft.bench.compare import (
     CompareResult,
     CompareVariant,
     Turn,
-    _ClosedLoop,
     check_concurrencies,
     measure_compare,
 )
+from foredraft.bench.offline import run_closed_loop
 from foredraft.cli.app import main
 from foredraft.errors import ConfigError, ForedraftError, RequestError
 from foredraft.statistics import SpeculationStats
@@ -110,7 +110,7 @@ def test_as_many_requests_run_as_asked_for(llm: LLM, monkeypatch: pytest.MonkeyP
         return step()
 
     monkeypatch.setattr(engine, "step", watched)
-    turn = _ClosedLoop(engine, None).run(PROMPTS, [SamplingParams(max_tokens=n) for n in (2, 5, 9, 3, 1)], 3)
+    turn = Turn.of(run_closed_loop(llm, PROMPTS, [SamplingParams(max_tokens=n) for n in (2, 5, 9, 3, 1)], 3))
     assert running == [3, 3, 3, 3, 3, 2, 1, 1, 1]
     assert turn.tokens_per_second > 0
     assert turn.seconds_per_token is not None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -13,9 +11,9 @@ from rich import box
 from rich.table import Table
 
 from foredraft import LLM, SamplingParams
-from foredraft.engine.engine import Engine
+from foredraft.bench.offline import check, run_closed_loop, speculation_of
+from foredraft.bench.serving.figures import RequestFigures, duration_of
 from foredraft.errors import ConfigError, ForedraftError
-from foredraft.request import Request
 from foredraft.statistics import SpeculationStats
 
 WARM_UP_TOKENS = 16
@@ -38,6 +36,14 @@ class Turn:
     first_token_seconds: float
     seconds_per_token: float | None
 
+    @classmethod
+    def of(cls, figures: Sequence[RequestFigures]) -> Turn:
+        """figures: those of one pass, none of which failed."""
+        first_tokens = [each.ttft for each in figures if each.ttft is not None]
+        paces = [each.tpot for each in figures if each.tpot is not None]
+        speed = sum(each.num_tokens for each in figures) / duration_of(figures)
+        return cls(speed, median(first_tokens), median(paces) if paces else None)
+
 
 @dataclass
 class Cell:
@@ -52,6 +58,17 @@ class Cell:
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     num_equal: int = 0
     num_compared: int = 0
+
+    def add(self, figures: Sequence[RequestFigures], reference: list[tuple[int, ...] | None] | None) -> None:
+        """Count a turn. reference: the outputs of the first turn of all, noted here if it is empty."""
+        self.turns.append(Turn.of(figures))
+        self.speculation.add(speculation_of(figures))
+        if reference is None:
+            return
+        outputs = [each.token_ids for each in figures]
+        reference += outputs if not reference else ()
+        self.num_equal += sum(own == first for own, first in zip(outputs, reference))
+        self.num_compared += len(outputs)
 
     @property
     def tokens_per_second(self) -> float:
@@ -159,75 +176,6 @@ class CompareResult:
         return table
 
 
-@dataclass
-class _Running:
-    """A request of the loop. Times of time.perf_counter."""
-
-    index: int
-    request: Request
-    submitted: float
-    first_token: float | None = None
-
-
-class _ClosedLoop:
-    """Keeps `concurrency` requests in flight until every prompt has had its turn, each replaced as soon as it ends.
-
-    Of an output, only what `speculation` and `matches` need is kept.
-    """
-
-    def __init__(self, engine: Engine, reference: dict[int, tuple[int, ...]] | None) -> None:
-        self._engine = engine
-        self._reference = reference
-        self._first_token: list[float] = []
-        self._per_token: list[float] = []
-        self._num_tokens = 0
-        self.speculation = SpeculationStats()
-        self.matches: list[bool] = []
-
-    def run(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], concurrency: int) -> Turn:
-        """Continue every prompt with its own params; raises ForedraftError if one fails."""
-        waiting = deque(enumerate(zip(prompts, params)))
-        running: dict[str, _Running] = {}
-        started = time.perf_counter()
-        try:
-            while waiting or running:
-                while waiting and len(running) < concurrency:
-                    index, (prompt, one) = waiting.popleft()
-                    request_id, submitted = f"compare-{index}", time.perf_counter()
-                    request = self._engine.add_request(request_id, prompt, one)
-                    running[request_id] = _Running(index, request, submitted)
-                self._step(running)
-        finally:
-            for request_id in running:
-                self._engine.abort(request_id)
-        seconds = time.perf_counter() - started
-        pace = median(self._per_token) if self._per_token else None
-        return Turn(self._num_tokens / seconds, median(self._first_token), pace)
-
-    def _step(self, running: dict[str, _Running]) -> None:
-        """Run one step; requests that it ends are taken out."""
-        committed = self._engine.step()
-        now = time.perf_counter()
-        for update in committed:
-            one = running[update.request.request_id]
-            if update.token_ids and one.first_token is None:
-                one.first_token = now
-            if update.request.finish_reason is not None:
-                self._finish(running.pop(update.request.request_id), now)
-
-    def _finish(self, one: _Running, now: float) -> None:
-        if one.request.error is not None or one.first_token is None:
-            raise ForedraftError(one.request.error or "a request ended without a token")
-        token_ids = tuple(one.request.output_token_ids)
-        self._first_token.append(one.first_token - one.submitted)
-        if len(token_ids) > 1:
-            self._per_token.append((now - one.first_token) / (len(token_ids) - 1))
-        self._num_tokens += len(token_ids)
-        self.speculation.add(one.request.stats)
-        if self._reference is not None:
-            self.matches.append(self._reference.setdefault(one.index, token_ids) == token_ids)
-
-
 def check_concurrencies(concurrencies: Sequence[int], num_prompts: int, max_num_seqs: int) -> None:
     """Raise ConfigError for a concurrency that the prompts or the engine cannot reach."""
     for concurrency in concurrencies:
@@ -252,7 +200,7 @@ def measure_compare(
     """
     each = [replace(params, seed=(params.seed or 0) + index) for index in range(len(prompts))]
     is_compared = params.temperature == 0 and all(v.llm.config.synthetic_rates is None for v in variants)
-    reference: dict[int, tuple[int, ...]] | None = {} if is_compared else None
+    reference: list[tuple[int, ...] | None] | None = [] if is_compared else None
     cells = {(c, index): Cell(variant.name, c) for c in concurrencies for index, variant in enumerate(variants)}
     for number in rounds:
         for concurrency in concurrencies:
@@ -263,11 +211,9 @@ def measure_compare(
             for index in (*range(first, len(variants)), *range(first)):
                 salt = f"round {number}, concurrency {concurrency}, variant {index}"
                 own = [replace(o, num_speculative_tokens=variants[index].depth, cache_salt=salt) for o in each]
-                loop, cell = _ClosedLoop(variants[index].llm.engine, reference), cells[concurrency, index]
-                cell.turns.append(loop.run(prompts, own, concurrency))
-                cell.speculation.add(loop.speculation)
-                cell.num_equal += sum(loop.matches)
-                cell.num_compared += len(loop.matches)
+                figures = run_closed_loop(variants[index].llm, prompts, own, concurrency)
+                check(figures)
+                cells[concurrency, index].add(figures, reference)
     return CompareResult(tuple(cells.values()), variants[0].llm.config.marks)
 
 
