@@ -204,6 +204,7 @@ def _generation_router(service: Service) -> APIRouter:
 async def _generate(service: Service, request: Request, kind: Any, answer_kind: Callable[..., Any]) -> Response:
     body = await _read(service, request, kind)
     service.check_model(body.model)
+    service.check_priority(body.priority)
     answer = answer_kind(service, body)
 
     async def submit() -> Submission:

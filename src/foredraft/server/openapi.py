@@ -40,10 +40,20 @@ def describe_bodies(app: FastAPI, bodies: Mapping[str, type[Body]]) -> None:
                 schema = {"$ref": f"#/components/schemas/{body.__name__}"}
                 content = {"application/json": {"schema": schema}}
                 found["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
+            _drop_validation_errors(found)
             app.openapi_schema = found
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]
+
+
+def _drop_validation_errors(document: dict[str, Any]) -> None:
+    """FastAPI tells of a 422 wherever there is a parameter; here what is not valid is a 400."""
+    for methods in document["paths"].values():
+        for operation in methods.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(name, None)
 
 
 def _schemas(bodies: Sequence[type[Body]]) -> dict[str, Any]:

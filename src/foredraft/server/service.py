@@ -16,7 +16,7 @@ from foredraft import LLM
 from foredraft.engine.async_engine import AsyncEngine, EngineState, Submission
 from foredraft.engine.observation import Observer
 from foredraft.engine.served import Job
-from foredraft.errors import ConfigError, EngineUnavailableError, shown
+from foredraft.errors import EngineUnavailableError, shown
 from foredraft.server.metrics import Metrics
 from foredraft.server.prompts import PromptReader
 from foredraft.server.protocol.errors import ApiError, invalid
@@ -36,7 +36,7 @@ class Service:
     """One model behind the API. All but `prepare` belongs to the event loop.
 
     observer: who watches the engine, the metrics at first; another may be put before it until the engine starts.
-    on_end: see AsyncEngine. Raises ConfigError for a tool format that does not exist.
+    on_end: see AsyncEngine.
     """
 
     def __init__(
@@ -46,8 +46,6 @@ class Service:
         model_name: str,
         on_end: Callable[[BaseException | None], None] = lambda error: None,
     ) -> None:
-        if settings.tool_format is not None and settings.tool_format not in TOOL_FORMATS:
-            raise ConfigError(f"tool_format must be one of {', '.join(TOOL_FORMATS)}, not {settings.tool_format!r}")
         self.settings = settings
         self.model_name = settings.served_model_name or model_name
         self.created = int(time.time())
@@ -96,6 +94,12 @@ class Service:
             max_num_speculative_tokens=llm.engine.limits.max_depth,
             marks=list(llm.config.marks) or None,
         )
+
+    def check_priority(self, priority: int) -> None:
+        """Raise ApiError for one that would have no effect."""
+        policy = self.engine.llm.config.scheduling_policy
+        if priority and policy != "priority":
+            raise invalid(f"priority has an effect only with --scheduling-policy priority; it is {policy}", "priority")
 
     def check_token_ids(self, field: str, token_ids: Sequence[int]) -> None:
         """Raise ApiError for an id that the model does not have."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.errors import ConfigError, shown
+from foredraft.server.tools.formats import TOOL_FORMATS
 
 MAX_SECONDS = 86_400.0
 MAX_BODY_MIB = 1024
@@ -45,6 +46,8 @@ class ServerSettings:
         for name in ("api_key", "cors_origin"):  # they travel in headers
             if (value := getattr(self, name)) is not None and not value.isascii():
                 raise ConfigError(f"{name} must be ASCII text")
+        if self.tool_format is not None and self.tool_format not in TOOL_FORMATS:
+            raise ConfigError(f"tool_format must be one of {', '.join(TOOL_FORMATS)}, not {shown(self.tool_format)}")
         _integer("port", self.port, 0, 65_535)
         _integer("max_waiting", self.max_waiting, 1, 2**31)
         _integer("max_body_mib", self.max_body_mib, 1, MAX_BODY_MIB)
