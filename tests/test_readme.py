@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
+import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,11 +23,16 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 
 
-COMMANDS = [line.removeprefix("$ ") for block in blocks("console") for line in block.splitlines()]
+COMMANDS = [
+    line.removeprefix("$ ")
+    for block in blocks("console")
+    for line in re.sub(r"\\\n *", "", block).splitlines()  # a command may go on after a backslash
+]
+SERVER_COMMANDS = [command for command in COMMANDS if "foredraft serve" in command or command.startswith("curl ")]
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if "foredraft " in command])
-def test_a_command_runs(command: str) -> None:
+def run(command: str) -> str:
+    """What a command prints, as a reader would run it."""
     found = subprocess.run(
         ["bash", "-o", "pipefail", "-c", f'PATH="{SCRIPTS}:$PATH"; {command}'],
         cwd=ROOT,
@@ -34,7 +43,26 @@ def test_a_command_runs(command: str) -> None:
         check=False,
     )
     assert found.returncode == 0, found.stderr
-    assert found.stdout.strip()
+    return found.stdout
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "foredraft " in c and c not in SERVER_COMMANDS])
+def test_a_command_runs(command: str) -> None:
+    assert run(command).strip()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_the_server_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    serve, ask = (command.replace("8000", port) for command in SERVER_COMMANDS)
+    server = subprocess.Popen([SCRIPTS / "foredraft", *shlex.split(serve)[1:]], cwd=ROOT, stderr=subprocess.DEVNULL)
+    try:
+        run(f"curl -sf --retry 120 --retry-delay 1 --retry-all-errors http://127.0.0.1:{port}/health")
+        assert "Paris" in json.loads(run(ask))["choices"][0]["message"]["content"]
+    finally:
+        server.terminate()
+    assert server.wait(60) == 0
 
 
 def test_make_has_the_commands() -> None:
