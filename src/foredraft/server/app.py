@@ -52,7 +52,13 @@ BODIES: dict[str, type[Body]] = {
 
 def create_app(service: Service) -> FastAPI:
     """The application for one model. Who runs it starts `service.engine`."""
-    app = FastAPI(title="Foredraft", version=__version__, summary="OpenAI-compatible API", docs_url="/docs")
+    app = FastAPI(
+        title="Foredraft",
+        version=__version__,
+        summary="OpenAI-compatible API",
+        docs_url="/docs",
+        redirect_slashes=False,
+    )
     app.include_router(_state_router(service))
     app.include_router(_text_router(service))
     app.include_router(_generation_router(service))

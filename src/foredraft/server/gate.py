@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import secrets
+from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
@@ -13,6 +15,8 @@ from foredraft.server.protocol.errors import ApiError
 
 PROTECTED = ("/v1/", "/tokenize", "/detokenize")
 MAX_ID_LENGTH = 128
+DISCARD_SECONDS = 5.0
+"""How long a body that is refused is read on."""
 
 
 class Gate:
@@ -40,15 +44,30 @@ class Gate:
             await send(message)
 
         try:
-            self._check_key(scope, headers)
-            body = await self._read_body(headers, receive)
+            await self._check(scope, headers, receive)
+            body = await self._read_body(receive)
         except ApiError as error:
             response = JSONResponse(error.body(), error.status, error.headers)
-            response.headers["connection"] = "close"  # what is left of the body is not read
+            response.headers["connection"] = "close"
             await response(scope, receive, send_with_id)
             return
         if body is not None:
             await self._app(scope, _replay(body, receive), send_with_id)
+
+    async def _check(self, scope: Scope, headers: Headers, receive: Receive) -> None:
+        """What can be told before the body is read. Raises ApiError."""
+        try:
+            self._check_key(scope, headers)
+            length = headers.get("content-length", "0")
+            if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > self._max_body_bytes):
+                raise self._too_large()
+        except ApiError:
+            if "expect" not in headers:  # who waits to be told to go on has sent nothing
+                await _discard(receive)
+            raise
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body may have {self._max_body_bytes} bytes at most", code="request_too_large")
 
     def _check_key(self, scope: Scope, headers: Headers) -> None:
         path = scope["path"]
@@ -63,23 +82,30 @@ class Gate:
             message = "the Authorization header must be `Bearer KEY` with a key that the server knows"
             raise ApiError(401, message, code="invalid_api_key")
 
-    async def _read_body(self, headers: Headers, receive: Receive) -> bytes | None:
-        """The whole body; None if the client has gone before it was sent."""
-        limit = self._max_body_bytes
-        too_large = ApiError(413, f"the body may have {limit} bytes at most", code="request_too_large")
-        length = headers.get("content-length", "0")
-        if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > limit):
-            raise too_large
+    async def _read_body(self, receive: Receive) -> bytes | None:
+        """The whole body; None if the client has gone before it was sent. Raises ApiError if it is too large."""
         body = bytearray()
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
             body += message.get("body", b"")
-            if len(body) > limit:
-                raise too_large
-            if not message.get("more_body", False):
+            is_whole = not message.get("more_body", False)
+            if len(body) > self._max_body_bytes:
+                if not is_whole:
+                    await _discard(receive)
+                raise self._too_large()
+            if is_whole:
                 return bytes(body)
+
+
+async def _discard(receive: Receive) -> None:
+    """Read what is left of a body, for a while. A connection that is closed on a client that still sends is reset, and
+    the client never sees the answer."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_SECONDS):
+            while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
+                pass
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

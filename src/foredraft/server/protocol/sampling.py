@@ -124,7 +124,12 @@ class SamplingFields(Body):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1_024)] | None = Field(
         default=None, description="Only requests with the same salt share cached rows."
     )
-    priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Lower numbers run first, if the server schedules by priority; else only 0.")
+    priority: int = Field(
+        default=0,
+        ge=-MAX_PRIORITY,
+        le=MAX_PRIORITY,
+        description="Lower numbers run first; 0 unless the server goes by it.",
+    )
     return_token_ids: bool = Field(default=False, description="Answer with prompt_token_ids and token_ids too.")
     return_speculation: bool = Field(default=False, description="Answer with how drafts fared too.")
 
