@@ -15,8 +15,8 @@ from foredraft.server.protocol.errors import ApiError
 
 PROTECTED = ("/v1/", "/tokenize", "/detokenize")
 MAX_ID_LENGTH = 128
-DISCARD_SECONDS = 5.0
-"""How long a body that is refused is read on."""
+DISCARD_SECONDS, SILENT_SECONDS = 10.0, 0.5
+"""How long a body that is refused is read on, in all and while nothing comes."""
 
 
 class Gate:
@@ -104,8 +104,9 @@ async def _discard(receive: Receive) -> None:
     the client never sees the answer."""
     with suppress(TimeoutError):
         async with asyncio.timeout(DISCARD_SECONDS):
-            while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
-                pass
+            message: Message = {"type": "http.request", "more_body": True}
+            while message["type"] == "http.request" and message.get("more_body", False):
+                message = await asyncio.wait_for(receive(), SILENT_SECONDS)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
