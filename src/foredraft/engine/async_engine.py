@@ -241,14 +241,14 @@ class AsyncEngine:
         try:
             llm = self._load()
             with llm:
+                requests = ServedRequests(llm.requests, self._observe(llm) if self._observe is not None else None)
                 self._call(self._become_ready, llm)
-                self._serve(llm)
+                self._serve(requests)
         except BaseException as error:  # whatever it is, those who wait must hear of it
             failure = error
         self._call(self._end, failure)
 
-    def _serve(self, llm: LLM) -> None:
-        requests = ServedRequests(llm.requests, self._observe(llm) if self._observe is not None else None)
+    def _serve(self, requests: ServedRequests) -> None:
         while True:
             while not self._commands.empty() or not requests.has_open:
                 command = self._commands.get()

@@ -71,8 +71,8 @@ async def collect(submission: Submission) -> list[RequestOutput]:
     return [outputs[index] for index in range(len(submission.ticket.jobs))]
 
 
-async def guarded(chunks: AsyncIterator[bytes], submission: Submission) -> AsyncIterator[bytes]:
-    """Events of a stream, and its end: the mark of it, or an error. What is left of the submission is given up."""
+async def guarded(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Events of a stream, and its end: the mark of it, or an error."""
     try:
         async for chunk in chunks:
             yield chunk
@@ -83,8 +83,6 @@ async def guarded(chunks: AsyncIterator[bytes], submission: Submission) -> Async
             yield event(ApiError(500, "the server has failed; its log says why").body())
             raise
         yield event(known.body())
-    finally:
-        submission.abort()
 
 
 class UsageCount:

@@ -222,7 +222,7 @@ async def _generate(service: Service, request: Request, kind: Any, answer_kind: 
         submission = await unless_gone(request, submit())
         if submission is None:
             return Response(status_code=CLIENT_GONE)
-        return EventStream(guarded(answer.events(submission), submission))
+        return EventStream(guarded(answer.events(submission)), submission.abort)
 
     async def whole() -> bytes:
         text: str = (await answer.whole(await submit())).model_dump_json()

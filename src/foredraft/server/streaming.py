@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -45,12 +45,13 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events, from a generator that is closed when the client goes away."""
+    """Server-sent events, from a generator that is closed when the client goes away; on_end is called in any case."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
         self._events = events
+        self._on_end = on_end
         self.status_code = 200
         self.background: BackgroundTask | None = None
         # Proxies must not collect events: who reads wants each at once.
@@ -63,6 +64,7 @@ class EventStream(Response):
         try:
             await asyncio.wait((sending, watcher), return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self._on_end()
             for each in (watcher, sending):
                 each.cancel()
             await asyncio.wait((sending, watcher))
