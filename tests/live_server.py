@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from typing import Any
 import httpx
 
 from foredraft import LLM
-from foredraft.server.serve import ModelServer
+from foredraft.server.serve import ModelServer, listen
 from foredraft.server.settings import ServerSettings
 
 WAIT_SECONDS = 60.0
@@ -53,8 +52,9 @@ def live_server(
     load: Callable[[], LLM], *, model_name: str = "model", is_loading: bool = False, **settings: Any
 ) -> Iterator[LiveServer]:
     """Serve what `load` makes, on a free port, until the block ends. is_loading: begin before it is ready."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = ModelServer(load, ServerSettings(port=0, **{"drain_seconds": 0.0, **settings}), model_name)
+    wanted = ServerSettings(port=0, **{"drain_seconds": 0.0, **settings})
+    listener = listen(wanted)
+    server = ModelServer(load, wanted, model_name)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     live = LiveServer(server, f"http://127.0.0.1:{listener.getsockname()[1]}")

@@ -54,7 +54,7 @@ class Peer:
     ending: str = "whole"
     torn: bool = False
     refusal: Refusal | None = None
-    loading: bool = False
+    state: str = "ready"
     api_key: str | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     num_scrapes: int = 0
@@ -165,7 +165,7 @@ def peer_app(peer: Peer) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        return Refusal(503, "the model is loading", None, 1).response() if peer.loading else Response()
+        return JSONResponse({"status": peer.state}, 200 if peer.state == "ready" else 503)
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:

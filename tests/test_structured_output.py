@@ -64,6 +64,7 @@ def test_kinds_and_their_schemas() -> None:
         ({"regex": "a", "choice": ["a"]}, "it has regex and choice"),
         ({"json_object": 1}, "json_object must be true or false, not 1"),
         ({"regex": "a", "whitespace": "no"}, "whitespace must be true or false, not 'no'"),
+        ({"regex": "a", "whitespace": False}, "whitespace has no effect with regex"),
         ({"json_schema": 3}, "json_schema must be a mapping, JSON text of an object, or True, not 3"),
         ({"json_schema": [1]}, "json_schema must be a mapping.*, not a list"),
         ({"json_schema": "[1]"}, "json_schema must be a mapping.*, not a list"),

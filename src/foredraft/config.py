@@ -54,7 +54,7 @@ class EngineConfig:
     )
     synthetic_acceptance: str | Sequence[float] | None = _setting(
         None,
-        "accept drafts by chance, at these rates by depth, as in 0.8,0.7: to time it, the output is not the target's",
+        "accept drafts by chance, at conditional rates by depth, as in 0.8,0.7: to time it, not for its output",
     )
     logprobs_mode: LogprobsMode = _setting(
         "raw", "log-probabilities of the target's own logits (raw), or after options and filters (processed)"
@@ -161,6 +161,12 @@ class EngineConfig:
                 f"gpu_memory_utilization={self.gpu_memory_utilization} has no effect on {device_type}: "
                 f"set kv_cache_memory_bytes or num_blocks"
             )
+
+    def check_rates(self, num_speculative_tokens: int) -> None:
+        """Refuse rates for depths that no draft has."""
+        rates = self.synthetic_rates or ()
+        if len(rates) > num_speculative_tokens:
+            raise ConfigError(f"synthetic_acceptance has {len(rates)} rates for {num_speculative_tokens} draft tokens")
 
     def check_depth(self, num_speculative_tokens: int) -> None:
         """Refuse limits under which a full batch of decodes, each with so many drafts, does not fit a step."""

@@ -58,6 +58,8 @@ class StructuredOutput:
                 _text(name, getattr(self, name))
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
+        if not self.whitespace and self.kind not in ("json_schema", "json_object"):
+            raise RequestError(f"structured_output.whitespace has no effect with {self.kind}: leave it out")
         if self.after is not None:
             object.__setattr__(self, "after", _marker(self.after))
 

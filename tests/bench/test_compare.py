@@ -195,3 +195,8 @@ def test_plots_without_matplotlib_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(plots, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'foredraft\[plots\]'"):
         plots.plot_files(Path("a.png"))
+
+
+def test_a_variant_stands_in_one_column_only(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compare(path, "--depths", "0,2,0", code=2)
+    assert "--depths must name each variant once" in capsys.readouterr().err

@@ -224,3 +224,9 @@ def test_bodies_are_sent_as_they_are() -> None:
     with serving(Peer(lambda body: Answer((DONE,)))) as peer:
         asyncio.run(run(peer))
     assert json.loads(json.dumps(peer.bodies)) == [body]
+
+
+@pytest.mark.parametrize("key", ["\xe9", "a\nb"])
+def test_a_key_that_no_header_can_hold_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="api_key must be printable ASCII"):
+        ServingClient("http://127.0.0.1:1", api_key=key)

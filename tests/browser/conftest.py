@@ -1,7 +1,6 @@
 """A headless Chromium, and pages in it that are watched: where they ask, and what they complain of.
 
-A test module has a fixture `server_url` (the server's address, without a slash at its end); `open_page` and `page` do
-the rest.
+`peer` is the server behind the page, as new for each test; `open_page` and `page` open the page.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from playground_peer import Peer, running_peer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page
@@ -62,6 +62,24 @@ def browser() -> Iterator[Browser]:
         browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Peer]:
+    with running_peer() as peer:
+        yield peer
+
+
+@pytest.fixture
+def peer(running: Peer) -> Peer:
+    running.reset()
+    return running
+
+
+@pytest.fixture
+def server_url(peer: Peer) -> str:
+    """The address of the server, without a slash at its end."""
+    return peer.url
 
 
 @pytest.fixture

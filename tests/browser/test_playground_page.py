@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
-from playground_peer import EVERY_DEPTH, NUM_DEPTHS, Peer, Refusal, running_peer
+from browser.conversing import ANSWER, answer, ask
+from playground_peer import NUM_DEPTHS, Refusal
 
 try:
     from playwright.sync_api import Error, expect
@@ -16,70 +17,10 @@ except ImportError:
 
 if TYPE_CHECKING:
     from browser.conftest import Watch
+    from playground_peer import Peer
     from playwright.sync_api import Page
 
-ANSWER = "".join(text for text, _ in EVERY_DEPTH)
 TAG = "漢字🙂 <img src=x onerror=alert(1)><script>alert(2)</script>"
-# For each element with text of its own that can be seen: its text, and its contrast with what is behind it.
-CONTRASTS = """() => {
-  const channels = (colour) => colour.match(/[\\d.]+/g).map(Number);
-  const luminance = (colour) => {
-    const linear = (c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
-    const [r, g, b] = channels(colour).slice(0, 3).map((c) => linear(c / 255));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const behind = (node) => {
-    for (; node; node = node.parentElement) {
-      const colour = getComputedStyle(node).backgroundColor;
-      const alpha = channels(colour)[3] ?? 1;
-      if (alpha === 1) return colour;
-      if (alpha > 0) throw new Error(`a translucent background: ${colour}`);
-    }
-    throw new Error("no background");
-  };
-  const found = [];
-  for (const node of document.body.querySelectorAll("*")) {
-    const own = [...node.childNodes].some((child) => child.nodeType === Node.TEXT_NODE && child.data.trim());
-    if (!own || node.tagName === "OPTION" || node.closest(".unseen")) continue;
-    if (!node.checkVisibility({ visibilityProperty: true })) continue;
-    const style = getComputedStyle(node);
-    const front = luminance(node instanceof SVGElement ? style.fill : style.color);
-    const [low, high] = [front, luminance(behind(node))].sort((a, b) => a - b);
-    found.push([node.textContent.trim().slice(0, 40), (high + 0.05) / (low + 0.05)]);
-  }
-  return found;
-}"""
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Peer]:
-    with running_peer() as peer:
-        yield peer
-
-
-@pytest.fixture
-def peer(running: Peer) -> Peer:
-    running.reset()
-    return running
-
-
-@pytest.fixture
-def server_url(peer: Peer) -> str:
-    return peer.url
-
-
-def ask(page: Page, question: str) -> None:
-    """Send a message and wait until the page is ready for the next."""
-    expect(page.locator("#state")).to_have_text("Ready")
-    page.locator("#message").fill(question)
-    page.locator("#message").press("Enter")
-    expect(page.locator("#log article.model[aria-busy]")).to_have_count(0)
-    expect(page.locator("#send")).to_be_visible()
-
-
-def answer(page: Page) -> str:
-    """The text of the last answer."""
-    return str(page.locator("article.model .text").last.text_content())
 
 
 def test_a_conversation_by_keyboard_alone(page: Page, peer: Peer) -> None:
@@ -151,38 +92,20 @@ def test_the_controls_make_the_request(page: Page, peer: Peer) -> None:
     ]
 
 
-def test_an_untouched_control_sends_nothing(page: Page, peer: Peer) -> None:
+def test_an_empty_field_sends_nothing_and_three_are_filled(page: Page, peer: Peer) -> None:
     ask(page, "Hello")
-    assert set(peer.bodies[0]) == {"model", "messages", "stream", "stream_options", "return_speculation"}
+    always = {"model", "messages", "stream", "stream_options", "return_speculation"}
+    filled = {"temperature": 0.2, "top_p": 0.9, "max_tokens": 512}
+    assert {name: value for name, value in peer.bodies[0].items() if name not in always} == filled
+    for name, default in (("temperature", "server: 1"), ("top_p", "server: 1"), ("max_tokens", "server: none")):
+        field = page.locator(f"[name={name}]")
+        expect(field).to_have_value(str(filled[name]))
+        expect(field).to_have_attribute("placeholder", default)
+        field.fill("")
+    ask(page, "Hello")
+    assert set(peer.bodies[1]) == always
     offered = page.locator("#num-drafts option").evaluate_all("options => options.map((option) => option.value)")
     assert offered == ["", *(str(count) for count in range(NUM_DEPTHS + 1))]
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_each_depth_has_its_own_look(open_page: Callable[..., Page], scheme: str) -> None:
-    page = open_page(color_scheme=scheme)
-    ask(page, "Hello")
-    tokens = page.locator("#log .token")
-    depths = [int(str(token.get_attribute("data-depth"))) for token in tokens.all()]
-    assert depths == [depth for _, depth in EVERY_DEPTH]
-    looks = tokens.evaluate_all("nodes => nodes.map((node) => getComputedStyle(node).backgroundColor)")
-    assert len(set(looks)) == NUM_DEPTHS + 1
-    # Without any sense of hue the order can still be seen: lightness goes one way with depth.
-    greys = [weighted_grey(look) for look in looks[1 : NUM_DEPTHS + 1]]
-    assert greys == sorted(greys, reverse=scheme == "light")
-    lines = "nodes => nodes.map((node) => getComputedStyle(node).textDecorationStyle)"
-    assert len(set(tokens.evaluate_all(lines))) == 4
-    legend = page.locator("#legend .token").evaluate_all(
-        "nodes => nodes.map((n) => getComputedStyle(n).backgroundColor)"
-    )
-    assert legend == looks[: NUM_DEPTHS + 1]
-    page.get_by_label("Colours").uncheck()
-    assert set(tokens.evaluate_all("nodes => nodes.map((n) => getComputedStyle(n).backgroundColor)")) == {looks[0]}
-
-
-def weighted_grey(colour: str) -> float:
-    red, green, blue = (int(channel) for channel in re.findall(r"\d+", colour)[:3])
-    return 0.299 * red + 0.587 * green + 0.114 * blue
 
 
 def test_an_answer_is_summed_up(page: Page) -> None:
@@ -214,6 +137,9 @@ def test_stopping_ends_the_request_at_the_server(page: Page, peer: Peer, way: st
         page.keyboard.press("Escape")
     expect(page.locator(".note")).to_have_text("Stopped.")
     assert peer.disconnected.wait(10)
+    figures = page.locator(".summary dl > div").all_text_contents()
+    (per_step,) = (float(text.removeprefix("tokens a step≈")) for text in figures if text.startswith("tokens a step"))
+    assert 2.0 <= per_step <= 5.0  # pairs follow two steps of five
     assert "on and on" in answer(page)  # what came stays, and is part of the conversation
     peer.ending = "whole"
     ask(page, "Again")
@@ -261,13 +187,13 @@ REFUSALS = [
     ),
     (Refusal(400, "must be between 0 and 1", "top_p"), "top_p: must be between 0 and 1."),
     (Refusal(400, "must be above 0", "repetition_penalty"), "repetition_penalty: must be above 0."),
-    (Refusal(401, "the API key is wrong"), "the API key is wrong. Enter the server's API key under Settings."),
+    (Refusal(401, "the API key is wrong"), "The API key is wrong. Enter the server's API key under Settings."),
     (
         Refusal(429, "the queue is full", retry_after=3),
         "The server is busy: the queue is full. Try again in 3 seconds.",
     ),
     (Refusal(503, "it is stopping", retry_after=1), "The server is not ready: it is stopping. Try again in 1 second."),
-    (Refusal(500, "a fault"), "a fault."),
+    (Refusal(500, "a fault"), "A fault."),
 ]
 
 
@@ -290,19 +216,7 @@ def test_a_refusal_is_told_in_words_and_the_text_is_kept(page: Page, peer: Peer,
     expect(page.get_by_role("alert")).to_be_hidden()
 
 
-def test_a_lost_network_is_told(page: Page, watch: Watch) -> None:
-    watch.allow_failures = True
-    expect(page.locator("#state")).to_have_text("Ready")
-    page.context.set_offline(True)
-    ask(page, "Keep this")
-    expect(page.get_by_role("alert")).to_contain_text("The server cannot be reached.")
-    expect(page.locator("#message")).to_have_value("Keep this")
-    expect(page.locator("#live-state")).to_have_text("No figures from the server. Trying again.")
-    page.context.set_offline(False)
-    expect(page.locator("#live-state")).to_be_hidden()
-
-
-@pytest.mark.parametrize(("ending", "words"), [("cut", "The answer was cut off"), ("error", "the engine failed.")])
+@pytest.mark.parametrize(("ending", "words"), [("cut", "The answer was cut off"), ("error", "The engine failed.")])
 def test_a_broken_stream_is_told_and_what_came_is_kept(
     page: Page, peer: Peer, watch: Watch, ending: str, words: str
 ) -> None:
@@ -311,6 +225,10 @@ def test_a_broken_stream_is_told_and_what_came_is_kept(
     ask(page, "Keep this")
     for place in (page.get_by_role("alert"), page.locator(".note")):
         expect(place).to_contain_text(words)
+    expect(page.locator(".note.fault")).to_have_text(re.compile("^⚠ Error: [A-Z]"))
+    shown = "getComputedStyle(document.querySelector('.note.fault')).color"
+    plain = "getComputedStyle(document.querySelector('dt')).color"
+    assert page.evaluate(shown) != page.evaluate(plain)
     assert ANSWER.startswith(answer(page))
     assert answer(page)
     expect(page.locator("article.user .text")).to_have_text("Keep this")
@@ -318,6 +236,7 @@ def test_a_broken_stream_is_told_and_what_came_is_kept(
 
 def test_a_number_that_is_none_is_told_without_a_request(page: Page, peer: Peer) -> None:
     expect(page.locator("#state")).to_have_text("Ready")
+    page.locator("#temperature").fill("")
     page.locator("#temperature").press_sequentially("1e")
     ask(page, "Keep this")
     expect(page.get_by_role("alert")).to_have_text("temperature: not a number.")
@@ -349,101 +268,42 @@ def test_no_string_can_become_markup(page: Page, watch: Watch) -> None:
     watch.complaints.clear()
 
 
-def test_the_page_waits_for_a_server_that_loads(open_page: Callable[..., Page], peer: Peer, watch: Watch) -> None:
-    watch.allow_failures = True
-    peer.loading = True
-    page = open_page()
-    expect(page.locator("#state")).to_contain_text("Waiting for the server.")
-    expect(page.locator("#state")).to_contain_text("the model is loading")
-    peer.loading = False
+CODE = (
+    ("Look:\n``", 0),
+    ("`py\nfor", 1),
+    (" x:\n\n", 2),
+    ("    `y`\n```\nThen `a", 0),
+    ("```b` inline", 1),
+    ("\n  ```", 0),
+    ("\nopen <b>", 1),
+)
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_fenced_code_is_a_block_and_each_token_keeps_its_mark(page: Page, peer: Peer, torn: bool) -> None:
+    peer.pieces, peer.torn = CODE, torn
     ask(page, "Hello")
-    assert answer(page) == ANSWER
+    assert answer(page) == "".join(text for text, _ in CODE)
+    fences = page.locator("article.model code.fence")
+    assert fences.all_text_contents() == ["```py\nfor x:\n\n    `y`\n```\n", "  ```\nopen <b>"]
+    assert fences.first.evaluate("node => getComputedStyle(node).fontFamily").endswith("monospace")
+    parts = page.locator("#log .token").evaluate_all("nodes => nodes.map((n) => [n.textContent, +n.dataset.depth])")
+    marked = [depth for text, depth in parts for _ in text]
+    assert marked == [depth for text, depth in CODE for _ in text]
 
 
-def test_a_server_with_a_key(open_page: Callable[..., Page], peer: Peer, watch: Watch) -> None:
-    watch.allow_failures = True
-    peer.api_key = "secret"
-    page = open_page()
-    expect(page.locator("#state")).to_contain_text("Enter the server's API key under Settings.")
-    expect(page.get_by_label("API key")).to_be_focused()
-    page.keyboard.type("secret")
-    page.keyboard.press("Tab")
-    ask(page, "Hello")
-    assert answer(page) == ANSWER
-    kept: dict[str, Any] = page.evaluate("({...localStorage, ...sessionStorage})")
-    assert "secret" not in str(kept)
-
-
-def test_live_figures(page: Page, peer: Peer) -> None:
-    acceptance = page.locator("#live-acceptance svg").first
-    expect(acceptance).to_have_attribute("aria-label", re.compile("depth 1 50 %, depth 2 25 %.* depth 8 6 %"))
-    expect(acceptance.locator("rect.bar")).to_have_count(NUM_DEPTHS)
-    expect(page.locator("#live-speed svg")).to_have_attribute("aria-label", re.compile("now [1-9]"))
-    expect(page.locator("#live-batch output")).to_have_text("3 running, 2 waiting")
-    expect(page.locator("#live-cache output")).to_have_text("25 %")
-    expect(page.locator("#live-prefix output")).to_have_text("75 % since start")
-    time = page.locator("#live-time svg").first
-    expect(time).to_have_attribute(
-        "aria-label", "Time of a step: target 60 %, draft 20 %, verification 10 %, host 10 %"
-    )
-    expect(page.locator("#live-acceptance table tbody tr")).to_have_count(NUM_DEPTHS)
-    page.locator("#live-panel > summary").click()  # closed figures are not read
-    page.wait_for_timeout(200)
-    read = peer.num_scrapes
-    page.wait_for_timeout(1200)
-    assert peer.num_scrapes == read
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_can_be_read_in_light_and_dark(
-    open_page: Callable[..., Page], peer: Peer, watch: Watch, scheme: str
-) -> None:
-    watch.allow_failures = True
-    page = open_page(color_scheme=scheme, viewport={"width": 1360, "height": 860})
-    expect(page.locator("#live-time")).to_be_visible()
+def test_settings_outlast_a_reload(page: Page, peer: Peer) -> None:
+    expect(page.locator("#state")).to_have_text("Ready")
+    page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_label("Draft tokens a step").select_option("3")
+    page.get_by_label("Temperature").fill("0.7")
+    page.get_by_label("Max tokens").fill("")
     page.get_by_text("More", exact=True).click()
-    ask(page, "Hello")
-    peer.refusal = Refusal(400, "no", "seed")
-    ask(page, "Hello")
-    found = page.evaluate(CONTRASTS)
-    assert len(found) > 70
-    assert [(text, ratio) for text, ratio in found if ratio < 4.5] == []
-
-
-def test_the_theme_can_be_chosen_and_is_kept(open_page: Callable[..., Page]) -> None:
-    page = open_page(color_scheme="light")
-    back = "getComputedStyle(document.body).backgroundColor"
-    light = page.evaluate(back)
-    page.get_by_label("Theme").select_option("Dark")
-    dark = page.evaluate(back)
-    assert weighted_grey(dark) < 60 < 200 < weighted_grey(light)
+    page.get_by_label("Answer in JSON").check()
     page.reload()
-    assert page.evaluate(back) == dark
-    expect(page.get_by_label("Theme")).to_have_value("dark")
-
-
-def test_a_phone(open_page: Callable[..., Page], peer: Peer) -> None:
-    page = open_page(viewport={"width": 360, "height": 740}, is_mobile=True, has_touch=True)
-    peer.pieces = (("word" * 40, 0), *((f" {'long' * depth}", depth) for depth in range(1, 9)), ("x" * 300, 0))
-    ask(page, "y" * 300)
-    width = "document.documentElement.scrollWidth"
-    assert page.evaluate(width) == 360
-    expect(page.locator("#send")).to_be_in_viewport()
-    expect(page.locator("#temperature")).to_be_hidden()
-    for panel in ("#settings-panel", "#live-panel"):
-        page.locator(f"{panel} > summary").tap()
-    page.get_by_text("More", exact=True).tap()
-    expect(page.locator("#live-time")).to_be_visible()
-    expect(page.locator("#seed")).to_be_visible()
-    assert page.evaluate(width) == 360
-
-
-@pytest.mark.parametrize(("preference", "name"), [("no-preference", "pulse"), ("reduce", "none")])
-def test_reduced_motion_is_kept_to(
-    open_page: Callable[..., Page], peer: Peer, watch: Watch, preference: str, name: str
-) -> None:
-    watch.allow_failures = True
-    peer.loading = True
-    page = open_page(reduced_motion=preference)
-    expect(page.locator("#state")).to_have_attribute("data-kind", "waiting")
-    assert page.evaluate("getComputedStyle(document.getElementById('state'), '::before').animationName") == name
+    ask(page, "Hello")
+    (body,) = peer.bodies
+    assert body["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert (body["num_speculative_tokens"], body["temperature"], body["top_p"]) == (3, 0.7, 0.9)
+    assert "max_tokens" not in body
+    assert body["response_format"] == {"type": "json_object"}

@@ -172,7 +172,7 @@ def test_no_more_wait_than_may(checkpoint: Path) -> None:
         await anext(first)  # it runs, alone
         waiting = [await engine.submit(jobs([prompt])) for prompt in PROMPTS[1:3]]
         assert engine.num_waiting == 2
-        with pytest.raises(EngineBusyError, match="2 requests wait already"):
+        with pytest.raises(EngineBusyError, match="as many choices wait as may: 2, of at most 2"):
             await engine.submit(jobs(PROMPTS[3:]))
         waiting[0].abort()
         third = await engine.submit(jobs(PROMPTS[3:]))

@@ -134,3 +134,10 @@ def test_a_directory_with_a_configuration_is_needed(tmp_path: Path) -> None:
         inspect_checkpoint("some/model", load_format="dummy")
     with pytest.raises(ConfigError, match="load_format must be one of auto, dummy"):
         EngineConfig(load_format="random")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 0}, {"vocab_size": 0}, {"hidden_act": "zzz"}])
+def test_a_configuration_that_describes_no_model_is_named(llama: Path, changes: dict[str, object]) -> None:
+    edit_config(llama, **changes)
+    with pytest.raises((ModelLoadError, ConfigError)):
+        LLM(llama, load_format="dummy", num_blocks=8, device="cpu")

@@ -89,7 +89,8 @@ def test_the_page_names_only_files_that_are_there() -> None:
     page = known["index.html"].content.decode()
     named = re.findall(r'(?:src|href)="([^"#]+)"', page)
     assert len(named) >= 4
-    assert {name.removeprefix("playground/") for name in named} <= set(known)
+    assert {name.removeprefix("playground/") for name in named} <= {*known, "docs", "metrics"}
+    assert re.search(r'<link rel="icon" href="playground/icon.svg" type="image/svg\+xml"', page)
     for name, file in known.items():
         for imported in re.findall(r'from "\./([^"]+)"', file.content.decode()) if name.endswith(".js") else ():
             assert imported in known, f"{name} imports {imported}"

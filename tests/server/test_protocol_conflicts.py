@@ -88,6 +88,7 @@ def test_conflicts_in_a_completion(fields: dict[str, Any], param: str) -> None:
             "tools.0.function.parameters",
         ),
         ({"tools": [TOOL] * 129}, "tools"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
     ],
 )

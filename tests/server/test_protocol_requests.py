@@ -151,7 +151,7 @@ GOOD = {
     ],
     "structured_output": [
         *('{"regex": "a+"}', '{"choice": ["a", "b"]}', '{"json_schema": true}', '{"json_schema": "{}"}'),
-        *('{"json_object": true, "after": [1]}', '{"grammar": "start: \\"a\\"", "after": "x", "whitespace": false}'),
+        *('{"json_object": true, "after": [1]}', '{"json_object": true, "after": "x", "whitespace": false}'),
         '{"json_schema": {"type": "object"}, "regex": null}',
     ],
 }
@@ -172,7 +172,7 @@ GOOD_IN_CHATS = {
     "function_call": ['"none"'],
     "tools": ["[]"],
     "tool_choice": ['"none"'],
-    "parallel_tool_calls": ["true", "false"],
+    "parallel_tool_calls": ["true"],
     "chat_template_kwargs": ["{}", '{"enable_thinking": false}'],
     "continue_final_message": ["true"],
 }

@@ -7,8 +7,20 @@ from pathlib import Path
 
 from foredraft.errors import ConfigError
 
-DEFAULT_PROMPTS = Path("benchmarks/data/gsm8k_64.jsonl")
-CHAT_PROMPTS = Path("benchmarks/data/mt_bench_40.jsonl")
+_FOLDERS = (
+    Path("benchmarks/data"),  # in a clone, by the short name that help texts show
+    Path(__file__).parents[1] / "data" / "prompts",  # where a wheel has them
+    Path(__file__).parents[3] / "benchmarks" / "data",  # the clone, from elsewhere
+)
+
+
+def _shipped(name: str) -> Path:
+    """The file of that name that comes with Foredraft."""
+    return next((folder / name for folder in _FOLDERS if (folder / name).is_file()), _FOLDERS[0] / name)
+
+
+DEFAULT_PROMPTS = _shipped("gsm8k_64.jsonl")
+CHAT_PROMPTS = _shipped("mt_bench_40.jsonl")
 
 
 def read_prompts(file: Path, count: int) -> list[str]:

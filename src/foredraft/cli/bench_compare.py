@@ -141,6 +141,8 @@ def acceptance(
         depth: _Measured(llm, token_ids, params, depth) for depth in with_bar(tried or [llm.engine.limits.max_depth])
     }
     deepest = measured[max(measured)]
+    if not deepest.cycles.num_cycles:
+        raise ForedraftError(f"no output has room for a cycle of {max(measured)} drafts: raise max_tokens")
     forecasts = _forecasts(measured)
     console = open_console()
     print_marks(llm.config.marks)
@@ -208,6 +210,9 @@ def _forecasts(measured: dict[int, _Measured]) -> list[Forecast]:
 def _check_variants(config: EngineConfig, depths: list[int], methods: list[str], temperature: float) -> None:
     from foredraft.bench.verification import method_config
 
+    for flag, values in (("--depths", depths), ("--methods", methods)):
+        if len(set(values)) < len(values):
+            raise ConfigError(f"{flag} must name each variant once, not {values}")
     if depths and methods:
         raise ConfigError("--depths and --methods cannot be compared in one run: give one of them")
     if methods and temperature == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from typing import Annotated
 
@@ -35,4 +36,8 @@ def serve(
 
     with usage_errors():
         settings.read_api_keys()
-    run(lambda: load(config), settings, model_name(config))
+    try:
+        run(lambda: load(config), settings, model_name(config))
+    finally:  # the process takes a moment to end: one more signal must not change its exit code
+        for sig in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(sig, signal.SIG_IGN)

@@ -7,8 +7,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from enum import Enum
 
 from foredraft.engine.llm import LLM
@@ -75,14 +75,21 @@ class Submission:
         return index, chunk
 
     async def accepted(self) -> None:
-        """Return once all jobs are in the engine. Raises RequestError if one can never be served as asked."""
-        while not self._is_accepted:
-            if self._error is not None:
-                raise self._error
-            if self._is_aborted:
-                raise EngineUnavailableError("the request was given up before it was taken")
-            self._wake.clear()
-            await self._wake.wait()
+        """Return once all jobs are in the engine; whoever gives up waiting gives up the submission.
+
+        Raises RequestError if one can never be served as asked.
+        """
+        try:
+            while not self._is_accepted:
+                if self._error is not None:
+                    raise self._error
+                if self._is_aborted:
+                    raise EngineUnavailableError("the request was given up before it was taken")
+                self._wake.clear()
+                await self._wake.wait()
+        except BaseException:
+            self.abort()
+            raise
 
     def deliver(self, delivery: Delivery) -> None:
         """Take what the engine's thread has sent."""
@@ -117,6 +124,7 @@ class AsyncEngine:
         self._on_end = on_end
         self._llm: LLM | None = None
         self._open: dict[Ticket, Submission] = {}
+        self._num_reading = 0  # choices
         self._idle = asyncio.Event()
         self._ready = asyncio.Event()
         self._commands: queue.SimpleQueue[Callable[[ServedRequests], None] | None] = queue.SimpleQueue()
@@ -133,13 +141,19 @@ class AsyncEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Choices that were taken and have not started."""
-        return sum(submission.num_choices for submission in self._open.values() if submission.is_waiting)
+        """Choices that were taken and have not started, and those of requests that are still read."""
+        waiting = sum(submission.num_choices for submission in self._open.values() if submission.is_waiting)
+        return waiting + self._num_reading
 
     @property
     def num_open(self) -> int:
         """Submissions that have not ended."""
         return len(self._open)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits for anything."""
+        return not self._open and not self._num_reading
 
     def start(self) -> None:
         """Begin to load, and to serve when that is done."""
@@ -157,24 +171,40 @@ class AsyncEngine:
 
         Raises RequestError, EngineBusyError or EngineUnavailableError; then nothing has changed.
         """
-        self.check_is_taking()
+        with self.reading(sum(job.params.n for job in jobs)):
+            submission = self.hand_in(jobs)
+        await submission.accepted()
+        return submission
+
+    @contextmanager
+    def reading(self, num_choices: int) -> Iterator[None]:
+        """A place for a request that is still to be read: it waits, and is waited for when the engine drains.
+
+        Raises EngineBusyError or EngineUnavailableError if none is taken now. Within, `hand_in` is sure of its place.
+        """
+        if self.state is not EngineState.READY:
+            raise EngineUnavailableError(f"the engine is {self.state.value}")
+        if (num_waiting := self.num_waiting) >= self.max_waiting:
+            raise EngineBusyError(f"as many choices wait as may: {num_waiting}, of at most {self.max_waiting}")
+        self._num_reading += num_choices
+        try:
+            yield
+        finally:
+            self._num_reading -= num_choices
+            self._note_idle()
+
+    def hand_in(self, jobs: Sequence[Job]) -> Submission:
+        """Give jobs to the engine's thread, within `reading`. Await `Submission.accepted` before anything else.
+
+        Raises EngineUnavailableError if the engine has ended meanwhile.
+        """
+        if self.state not in (EngineState.READY, EngineState.DRAINING):
+            raise EngineUnavailableError(f"the engine is {self.state.value}")
         submission = Submission(self, jobs)
         ticket = submission.ticket
         self._open[ticket] = submission
         self._commands.put(lambda requests: requests.submit(ticket))
-        try:
-            await submission.accepted()
-        except BaseException:
-            submission.abort()
-            raise
         return submission
-
-    def check_is_taking(self, num_before: int = 0) -> None:
-        """Raise EngineBusyError or EngineUnavailableError if no request is taken now, after `num_before` others."""
-        if self.state is not EngineState.READY:
-            raise EngineUnavailableError(f"the engine is {self.state.value}")
-        if (num_waiting := self.num_waiting + num_before) >= self.max_waiting:
-            raise EngineBusyError(f"{num_waiting} requests wait already, of at most {self.max_waiting}")
 
     def discard(self, submission: Submission) -> None:
         """End what has not ended of a submission, within a step."""
@@ -213,7 +243,7 @@ class AsyncEngine:
         self._note_idle()
 
     def _note_idle(self) -> None:
-        if not self._open:
+        if self.is_idle:
             self._idle.set()
 
     def _end_all(self, error: Exception) -> None:

@@ -47,6 +47,7 @@ def build_engine(
     modules = MtpModules(loaded.mtp) if loaded.mtp is not None else None
     max_depth = resolve_depth(config, modules.num_modules if modules is not None else 0)
     config.check_depth(max_depth)
+    config.check_rates(max_depth)
     if config.draft_vocab_size is not None and config.draft_vocab_size > target.vocab_size:
         raise ConfigError(f"draft_vocab_size={config.draft_vocab_size} is more than the {target.vocab_size} token ids")
     module_shapes = modules.kv_shapes if modules is not None else ()

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from foredraft.errors import ModelLoadError
+from foredraft.errors import ModelLoadError, described
 from foredraft.models.mtp_weights import new_mtp_model, set_mtp_fields
 
 SEED = 0
 MAX_MODULES = 64
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 _COUNT_FIELDS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 
 
@@ -41,12 +42,21 @@ def declared_modules(config: PreTrainedConfig) -> int:
     return next(iter(counts.values()), 0)
 
 
+def _check_sizes(config: PreTrainedConfig) -> None:
+    text_config = config.get_text_config(decoder=True)
+    for name in _SIZES:
+        size = getattr(text_config, name, None)
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ModelLoadError(f"config.json: {name} must be an integer from 1 on, not {size!r:.40}")
+
+
 def count_parameters(config: PreTrainedConfig, num_modules: int) -> tuple[int, int]:
     """Numbers that a checkpoint of this shape holds: of the target (a tied head once), and of `num_modules` modules.
 
     Nothing is allocated.
     """
     config = copy.deepcopy(config)
+    _check_sizes(config)
     if num_modules:
         set_mtp_fields(config, num_modules)
     meta = torch.device("meta")
@@ -96,8 +106,9 @@ def _new_target(config: PreTrainedConfig, dtype: torch.dtype, device: torch.devi
     try:
         with device:
             target: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
-    except (AttributeError, TypeError, ValueError, RuntimeError, ImportError) as error:
-        raise ModelLoadError(f"transformers cannot build a {config.model_type} from config.json: {error}") from error
+    except Exception as error:  # transformers checks little of what a configuration says
+        reason = described(error)
+        raise ModelLoadError(f"transformers cannot build a {config.model_type} from config.json: {reason}") from error
     return target
 
 

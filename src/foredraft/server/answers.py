@@ -11,7 +11,7 @@ from foredraft.errors import EngineBusyError, EngineUnavailableError, RequestErr
 from foredraft.logprobs import TokenLogprob
 from foredraft.outputs import Choice, RequestOutput, StreamChunk
 from foredraft.server.prompts import PromptReader
-from foredraft.server.protocol.errors import ApiError, from_request_error
+from foredraft.server.protocol.errors import ApiError, from_request_error, server_failed
 from foredraft.server.protocol.responses import (
     ChatLogprob,
     ChatLogprobs,
@@ -80,7 +80,7 @@ async def guarded(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     except Exception as error:
         known = api_error(error)
         if known is None:
-            yield event(ApiError(500, "the server has failed; its log says why").body())
+            yield event(server_failed().body())
             raise
         yield event(known.body())
 

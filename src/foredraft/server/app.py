@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -52,11 +53,13 @@ BODIES: dict[str, type[Body]] = {
 
 def create_app(service: Service) -> FastAPI:
     """The application for one model. Who runs it starts `service.engine`."""
-    app = FastAPI(
+    app = FastAPIOffline(
         title="Foredraft",
         version=__version__,
         summary="OpenAI-compatible API",
         docs_url="/docs",
+        redoc_url=None,
+        static_url="/docs-files",
         redirect_slashes=False,
     )
     app.include_router(_state_router(service))
@@ -64,9 +67,9 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(_generation_router(service))
     app.include_router(playground_router())
     describe_bodies(app, BODIES)
-    _handle_errors(app, service)
+    _handle_errors(app)
     settings = service.settings
-    app.add_middleware(Gate, settings.read_api_keys(), settings.max_body_mib << 20)
+    app.add_middleware(Gate, settings.read_api_keys(), service.bodies, service.count_rejection)
     if settings.traces_endpoint is not None:
         service.trace(app, settings.traces_endpoint)
     if settings.cors_origin is not None:
@@ -80,14 +83,8 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
-def _handle_errors(app: FastAPI, service: Service) -> None:
+def _handle_errors(app: FastAPI) -> None:
     def answer(error: ApiError) -> JSONResponse:
-        if error.status == 429:
-            service.metrics.observe_rejected("queue_full")
-        elif error.status in (400, 404, 413):
-            service.metrics.observe_rejected("invalid")
-        elif error.status == 503:
-            service.metrics.observe_rejected("unavailable")
         return JSONResponse(error.body(), error.status, error.headers)
 
     async def known(request: Request, error: Exception) -> JSONResponse:
@@ -105,14 +102,10 @@ def _handle_errors(app: FastAPI, service: Service) -> None:
         assert isinstance(error, RequestValidationError)
         return answer(from_validation(error.errors()))
 
-    async def unforeseen(request: Request, error: Exception) -> JSONResponse:
-        return answer(ApiError(500, "the server has failed; its log says why"))
-
     for kind in (ApiError, RequestError, EngineBusyError, EngineUnavailableError):
         app.add_exception_handler(kind, known)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, invalid_query)
-    app.add_exception_handler(Exception, unforeseen)
 
 
 async def _read(service: Service, request: Request, kind: type[BodyT]) -> BodyT:
@@ -134,6 +127,8 @@ def _state_router(service: Service) -> APIRouter:
     async def health() -> JSONResponse:
         """200 when ready; 503 while the model loads, while the server drains, and after a fault."""
         return JSONResponse({"status": service.engine.state.value}, 200 if service.is_ready else 503)
+
+    router.add_api_route("/health", health, methods=["HEAD"], include_in_schema=False)
 
     @router.get("/version", summary="The version of the server")
     async def version() -> dict[str, str]:
@@ -158,33 +153,36 @@ def _state_router(service: Service) -> APIRouter:
 
 def _text_router(service: Service) -> APIRouter:
     router = APIRouter()
-    errors = responses(400, 401, 404, 413, 415, 503)
+    errors = responses(400, 401, 404, 408, 413, 415, 503)
 
     @router.post(
         "/tokenize", summary="Token ids of a text or a conversation", response_model=Tokenized, responses=errors
     )
     async def tokenize(request: Request) -> Tokenized:
-        body = await _read(service, request, TokenizeRequest)
-        service.check_model(body.model)
-        reader = service.reader
+        with service.counting_rejections():
+            body = await _read(service, request, TokenizeRequest)
+            service.check_model(body.model)
+            reader = service.reader
 
-        def tokens() -> list[int]:
-            if body.conversation is not None:
-                return read_conversation(reader, body, body.conversation, body.plain_tools)
-            assert body.prompt is not None
-            return reader.encode(body.prompt, body.add_special_tokens is not False)
+            def tokens() -> list[int]:
+                if body.conversation is not None:
+                    return read_conversation(reader, body, body.conversation, body.plain_tools)
+                assert body.prompt is not None
+                return reader.encode(body.prompt, body.add_special_tokens is not False)
 
-        token_ids = await service.apart(tokens)
+            token_ids = await service.apart(tokens)
         texts = [reader.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None
         limit = service.engine.llm.engine.limits.max_model_len
         return Tokenized(count=len(token_ids), max_model_len=limit, tokens=token_ids, token_strs=texts)
 
     @router.post("/detokenize", summary="The text of tokens", response_model=Detokenized, responses=errors)
     async def detokenize(request: Request) -> Detokenized:
-        body = await _read(service, request, DetokenizeRequest)
-        service.check_model(body.model)
-        service.check_token_ids("tokens", body.tokens)
-        text = await service.apart(service.reader.decode, body.tokens, skip_special_tokens=body.skip_special_tokens)
+        with service.counting_rejections():
+            body = await _read(service, request, DetokenizeRequest)
+            service.check_model(body.model)
+            service.check_token_ids("tokens", body.tokens)
+            decode = service.reader.decode
+            text = await service.apart(decode, body.tokens, skip_special_tokens=body.skip_special_tokens)
         return Detokenized(prompt=text)
 
     return router
@@ -192,7 +190,7 @@ def _text_router(service: Service) -> APIRouter:
 
 def _generation_router(service: Service) -> APIRouter:
     router = APIRouter()
-    errors = responses(400, 401, 404, 413, 415, 429, 503)
+    errors = responses(400, 401, 404, 408, 413, 415, 429, 503)
 
     @router.post("/v1/completions", summary="Continue prompts", response_model=Completion, responses=errors)
     async def completions(request: Request) -> Response:
@@ -208,13 +206,14 @@ def _generation_router(service: Service) -> APIRouter:
 
 
 async def _generate(service: Service, request: Request, kind: Any, answer_kind: Callable[..., Any]) -> Response:
-    body = await _read(service, request, kind)
-    service.check_model(body.model)
-    service.check_priority(body.priority)
-    answer = answer_kind(service, body)
+    with service.counting_rejections():
+        body = await _read(service, request, kind)
+        service.check_model(body.model)
+        service.check_priority(body.priority)
+        answer = answer_kind(service, body)
 
     async def submit() -> Submission:
-        with service.reading():
+        with service.counting_rejections():
             found: Submission = await answer.submit()
             return found
 

@@ -52,14 +52,14 @@ class ChatAnswer:
     async def submit(self) -> Submission:
         """Read the conversation and hand it to the engine. Raises ApiError, or what the engine raises."""
         try:
-            return await self._service.submit([await self._service.apart(self._job)])
+            return await self._service.submit(self._body.n, self._jobs)
         except RequestError as error:
             raise self._body.refused(error) from None
 
-    def _job(self) -> Job:
+    def _jobs(self) -> list[Job]:
         body = self._body
         params = self._with_tools(body.sampling_params()) if self._tools else body.sampling_params()
-        return Job(read_conversation(self._reader, body, body.conversation, self._tools), params)
+        return [Job(read_conversation(self._reader, body, body.conversation, self._tools), params)]
 
     def _with_tools(self, params: SamplingParams) -> SamplingParams:
         """What the output must look like for the tools that may or must be called."""

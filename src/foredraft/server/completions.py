@@ -43,7 +43,7 @@ class CompletionAnswer:
         if body.stream and body.echo and body.logprobs is not None and body.n > 1:
             raise invalid("n must be 1 for a stream that has logprobs with echo", "n")
         try:
-            return await self._service.submit(await self._service.apart(self._jobs))
+            return await self._service.submit(len(body.prompts) * body.n, self._jobs)
         except RequestError as error:
             raise body.refused(error) from None
 

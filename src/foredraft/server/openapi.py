@@ -15,6 +15,7 @@ _REASONS = {
     400: "A field is not as it must be: `param` names it",
     401: "No key that the server knows",
     404: "No such model",
+    408: "The body has not come in time",
     413: "The body is too large",
     415: "The body is not sent as JSON",
     429: "Too many requests wait: try again after Retry-After seconds",
@@ -39,7 +40,10 @@ def describe_bodies(app: FastAPI, bodies: Mapping[str, type[Body]]) -> None:
             for path, body in bodies.items():
                 schema = {"$ref": f"#/components/schemas/{body.__name__}"}
                 content = {"application/json": {"schema": schema}}
-                found["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
+                operation = found["paths"][path]["post"]
+                operation["requestBody"] = {"required": True, "content": content}
+                if "stream" in body.model_fields:
+                    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
             _drop_validation_errors(found)
             app.openapi_schema = found
         return app.openapi_schema

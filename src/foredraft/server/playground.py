@@ -77,6 +77,10 @@ def playground_router() -> APIRouter:
     async def page(request: Request) -> Response:
         return answer(request, "index.html")
 
+    @router.api_route("/favicon.ico", methods=["GET", "HEAD"])
+    async def icon(request: Request) -> Response:
+        return answer(request, "icon.svg")
+
     @router.api_route("/playground/{name}", methods=["GET", "HEAD"])
     async def file_of_page(request: Request, name: str) -> Response:
         return answer(request, name)

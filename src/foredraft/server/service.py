@@ -17,7 +17,9 @@ from foredraft.engine.async_engine import AsyncEngine, EngineState, Submission
 from foredraft.engine.observation import Observer
 from foredraft.engine.served import Job
 from foredraft.errors import EngineUnavailableError, shown
-from foredraft.server.metrics import Metrics
+from foredraft.server.answers import api_error
+from foredraft.server.body_reader import BodyReader
+from foredraft.server.metrics import Metrics, RejectionReason
 from foredraft.server.prompts import PromptReader
 from foredraft.server.protocol.errors import ApiError, invalid
 from foredraft.server.protocol.responses import Model
@@ -51,12 +53,13 @@ class Service:
         self.created = int(time.time())
         self.engine = AsyncEngine(load, max_waiting=settings.max_waiting, observe=self.prepare, on_end=on_end)
         self.metrics = Metrics(self.model_name)
+        self.bodies = BodyReader(settings.max_body_mib << 20)
         self.observer: Observer = self.metrics
         self._reader: PromptReader | None = None
         self._tracer: ChoiceTracer | None = None
-        self._num_reading = 0
         # One thread: prompts are read in the order in which they come, and never two at once by one tokenizer.
         self._pool = ThreadPoolExecutor(1, "foredraft-prompts")
+        self._compilers = ThreadPoolExecutor(1, "foredraft-grammars")  # slow ones do not hold up all other prompts
 
     def prepare(self, llm: LLM) -> Observer:
         """Called in the engine's thread when the model is loaded, before requests are taken."""
@@ -112,25 +115,34 @@ class Service:
         call = functools.partial(function, *arguments, **options)
         return await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """While a request is read: it waits, as those do that the engine has not started. Raises what submit raises."""
-        self.engine.check_is_taking(self._num_reading)
-        self._num_reading += 1
-        try:
-            yield
-        finally:
-            self._num_reading -= 1
-
-    async def submit(self, jobs: Sequence[Job]) -> Submission:
-        """Hand jobs to the engine, with their grammars compiled here rather than there."""
-        if any(job.params.structured_output is not None for job in jobs):
-            await self.apart(self._compile, jobs)
-        return await self.engine.submit(jobs)
+    async def submit(self, num_choices: int, read: Callable[[], Sequence[Job]]) -> Submission:
+        """Hand the engine what `read` makes of a request; it takes a while. Grammars are compiled here, not there."""
+        with self.engine.reading(num_choices):
+            jobs = await self.apart(read)
+            if any(job.params.structured_output is not None for job in jobs):
+                await asyncio.get_running_loop().run_in_executor(self._compilers, self._compile, jobs)
+            submission = self.engine.hand_in(jobs)
+        await submission.accepted()
+        return submission
 
     def _compile(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             self.engine.llm.engine.compile_grammar(job.params)
+
+    @contextmanager
+    def counting_rejections(self) -> Iterator[None]:
+        """Count what is refused within, before the engine has taken it."""
+        try:
+            yield
+        except Exception as error:
+            if (known := api_error(error)) is not None:
+                self.count_rejection(known)
+            raise
+
+    def count_rejection(self, error: ApiError) -> None:
+        """Count a request that was refused with this error."""
+        reasons: dict[int, RejectionReason] = {429: "queue_full", 503: "unavailable"}
+        self.metrics.observe_rejected(reasons.get(error.status, "invalid"))
 
     @property
     def is_ready(self) -> bool:
@@ -143,6 +155,7 @@ class Service:
 
     def close(self) -> None:
         """After the last request."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._compilers):
+            pool.shutdown(wait=False, cancel_futures=True)
         if self._tracer is not None:
             self._tracer.close()

@@ -29,7 +29,7 @@ class ServerSettings:
     api_key_file: str | Path | None = _setting(None, "file with such keys, one a line, out of sight of other users")
     served_model_name: str | None = _setting(None, "the name of the model in the API; the checkpoint's if left out")
     max_waiting: int = _setting(256, "choices that may wait to start; when so many do, further requests get a 429")
-    max_body_mib: int = _setting(32, "largest body of a request, in MiB")
+    max_body_mib: int = _setting(8, "largest body of a request, in MiB")
     drain_seconds: float = _setting(30.0, "how long requests may go on after SIGTERM")
     tool_format: str | None = _setting(None, "how the model writes tool calls; by its chat template if left out")
     cors_origin: str | None = _setting(None, "origin of web pages elsewhere that may use the API; * is any")
@@ -43,6 +43,10 @@ class ServerSettings:
                 continue
             if not isinstance(value, str) or not value.strip() or not value.isprintable():
                 raise ConfigError(f"{name} must be text that is not empty, not {shown(value)}")
+        if self.traces_endpoint is not None and not self.traces_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"traces_endpoint must be a URL like http://127.0.0.1:4318/v1/traces, not {shown(self.traces_endpoint)}"
+            )
         for name in ("api_key", "cors_origin"):  # they travel in headers
             if (value := getattr(self, name)) is not None and not value.isascii():
                 raise ConfigError(f"{name} must be ASCII text")

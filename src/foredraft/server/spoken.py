@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from foredraft.server.protocol.responses import (
     CalledFunction,
     ChatMessage,
@@ -66,8 +68,16 @@ class SpokenChoice:
         return ChatMessage(content=text if text or not calls else None, tool_calls=calls or None)
 
     def finish_reason(self, reason: FinishReason) -> AnswerReason:
-        """Why it ended, as chats say it: with calls, if it did not just run out of tokens."""
-        if self._calls and reason is FinishReason.STOP:
+        """Why it ended, as chats say it: with calls, if it did not run out of tokens or stop within the last one."""
+        if self._calls and reason is FinishReason.STOP and _is_json("".join(self._calls[-1][1])):
             return "tool_calls"
         found: AnswerReason = reason.value
         return found
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

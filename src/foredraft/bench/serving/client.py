@@ -54,6 +54,8 @@ class ServingClient:
             raise ConfigError(f"base_url is not a URL: {error}") from error
         if url.scheme not in ("http", "https") or not url.host:
             raise ConfigError(f"base_url must be like http://127.0.0.1:8000, not {shown(base_url)}")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise ConfigError("api_key must be printable ASCII text")
         self._http = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {api_key}"} if api_key is not None else {},

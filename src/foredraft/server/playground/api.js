@@ -12,24 +12,29 @@ export class ServerError extends Error {
 }
 
 const UNREACHABLE = "The server cannot be reached. Check that it runs and that the network is up, then try again.";
+const SAID = new Set(["loading", "ready", "draining", "failed", "closed"]);
+const PATIENCE = 5000; // milliseconds
 const CUT = "The answer was cut off: the connection closed before its end.";
 
 function headers(key, more = {}) {
   return key ? { ...more, Authorization: `Bearer ${key}` } : more;
 }
 
+const capital = (sentence) => sentence.charAt(0).toUpperCase() + sentence.slice(1);
+
 /** A sentence for a refusal: what the server said, and what to do. */
 function inWords(status, error, retryAfter) {
   const said = typeof error?.message === "string" && error.message ? error.message : `The server answered ${status}.`;
   const sentence = /[.!?]$/.test(said) ? said : `${said}.`;
-  if (status === 401) return `${sentence} Enter the server's API key under Settings.`;
+  if (status === 401) return `${capital(sentence)} Enter the server's API key under Settings.`;
   if (status === 429 || status === 503) {
     const seconds = Number(retryAfter);
     const when = retryAfter && seconds > 0 ? `in ${seconds} second${seconds === 1 ? "" : "s"}` : "in a moment";
     return `${status === 429 ? "The server is busy" : "The server is not ready"}: ${sentence} Try again ${when}.`;
   }
   if (error?.param && !said.includes(error.param)) return `${error.param}: ${sentence}`;
-  return sentence;
+  const isName = /^\w*[_[.]\w/.test(sentence) || (error?.param && sentence.startsWith(error.param));
+  return isName ? sentence : capital(sentence); // the name of a field stays as it is written
 }
 
 async function refusal(response) {
@@ -52,11 +57,15 @@ async function reach(address, options) {
   }
 }
 
-/** Whether the server is ready: {ready, reason}, the reason in words. */
+/** The state that the server tells: one of SAID; "unreachable" where it tells none. */
 export async function health() {
-  const response = await reach("health", { cache: "no-store" });
-  if (response.ok) return { ready: true, reason: "" };
-  return { ready: false, reason: (await refusal(response)).message };
+  try {
+    const response = await fetch("health", { cache: "no-store", signal: AbortSignal.timeout(PATIENCE) });
+    const { status } = await response.json();
+    return SAID.has(status) ? status : "unreachable";
+  } catch {
+    return "unreachable"; // no network, no answer in time, or a proxy's own words
+  }
 }
 
 /** The entries of the model list. */
@@ -67,8 +76,8 @@ export async function models(key) {
 }
 
 /** The text of the server's metrics. */
-export async function metricsText(signal) {
-  const response = await reach("metrics", { cache: "no-store", signal });
+export async function metricsText() {
+  const response = await reach("metrics", { cache: "no-store", signal: AbortSignal.timeout(PATIENCE) });
   if (!response.ok) throw await refusal(response);
   return response.text();
 }

@@ -1,54 +1,55 @@
-// The page: waits for the server, then puts the parts together.
+// The page: watches the server, and puts the parts together.
 
-import { health, models } from "./api.js";
+import { models } from "./api.js";
 import { Conversation } from "./conversation.js";
 import { Dashboard } from "./dashboard.js";
 import { fillLegend } from "./depths.js";
 import { byId } from "./dom.js";
 import { Settings } from "./settings.js";
+import { Heartbeat, STATES } from "./state.js";
 import { connectTheme } from "./theme.js";
 
 const WIDE = matchMedia("(min-width: 900px)");
-const PAUSE = 1000; // milliseconds between looks at a server that is not ready
 const settings = new Settings();
 const conversation = new Conversation(settings);
 const dashboard = new Dashboard();
+let server = "connecting"; // as it was last seen
+let listed = "connecting"; // what became of its list of models: a name of STATES, "ready" once it is there
 
-function showState(words, kind) {
+function showState() {
+  const [words, kind] = STATES[server === "ready" ? listed : server];
   const state = byId("state");
   if (state.textContent !== words) state.textContent = words; // said once, not at every look
   state.dataset.kind = kind;
 }
 
-const pause = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
-
-async function waitUntilReady() {
-  for (;;) {
-    let state;
-    try {
-      state = await health();
-    } catch (error) {
-      state = { ready: false, reason: error.message };
-    }
-    if (state.ready) return;
-    showState(`Waiting for the server. ${state.reason}`, "waiting");
-    await pause(PAUSE);
-  }
-}
-
 async function loadModels() {
   try {
     settings.setModels(await models(settings.key.value));
-    showState("Ready", "ready");
+    settings.askForKey("");
+    listed = "ready";
   } catch (error) {
-    showState(error.message, "fault");
     if (error.status === 401) {
-      settings.panel.open = true;
-      settings.key.focus();
-    }
+      listed = "key";
+      const isWrong = settings.key.value !== "";
+      settings.askForKey(isWrong ? "The server does not take this API key." : "This server needs an API key.");
+    } else if (error.status !== 0 && error.status !== 503) {
+      listed = "models";
+      conversation.fail(error);
+    } // else the server came and went: the next look tells
+  } finally {
+    fillLegend(byId("legend"), settings.maxDrafts);
+    showState();
   }
-  fillLegend(byId("legend"), settings.maxDrafts);
 }
+
+const heartbeat = new Heartbeat((state) => {
+  if (state !== "ready") listed = "connecting"; // what comes back may be another server
+  server = state;
+  showState();
+  if (state === "ready" && listed === "connecting") loadModels();
+  dashboard.beat(state !== "unreachable");
+});
 
 function unfold() {
   byId("settings-panel").open = WIDE.matches;
@@ -66,7 +67,5 @@ settings.model.addEventListener("change", () => {
 byId("colours").addEventListener("change", (event) => {
   document.body.classList.toggle("plain", !event.target.checked);
 });
-dashboard.wake();
 if (WIDE.matches) conversation.input.focus(); // on a phone it would bring up the keyboard
-await waitUntilReady();
-await loadModels();
+heartbeat.wake();

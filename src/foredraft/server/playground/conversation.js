@@ -69,6 +69,7 @@ export class Conversation {
     this.setRunning(controller);
     this.announce("The model is answering.");
     let note = "";
+    let isFault = false;
     try {
       await streamChat(body, this.settings.key.value, controller.signal, (chunk) => {
         const follow = this.atEnd();
@@ -76,14 +77,15 @@ export class Conversation {
         if (follow) this.scrollToEnd();
       });
     } catch (error) {
-      note = error.name === "AbortError" ? STOPPED : error.message;
-      if (error.name !== "AbortError" && this.turns.includes(turn)) this.fail(error);
+      isFault = error.name !== "AbortError";
+      note = isFault ? error.message : STOPPED;
+      if (isFault && this.turns.includes(turn)) this.fail(error);
     } finally {
       if (this.running === controller) this.setRunning(null);
     }
     if (!this.turns.includes(turn)) return; // a new chat was begun meanwhile
     const follow = this.atEnd();
-    turn.finish(note);
+    turn.finish(note, isFault);
     if (follow) this.scrollToEnd();
     if (note && !turn.answer) this.giveBack(turn);
     this.announce(`${note || "The answer is complete."} ${turn.answer}`);
@@ -157,17 +159,12 @@ export class Conversation {
     if (focused === byId("send") || focused === byId("stop")) this.input.focus(); // a hidden button loses the focus
   }
 
-  /** The part that scrolls: the log where it is as high as the window lets it be, else the page. */
-  get scroller() {
-    return getComputedStyle(this.log).overflowY === "auto" ? this.log : document.scrollingElement;
-  }
-
   atEnd() {
-    const { scrollHeight, scrollTop, clientHeight } = this.scroller;
+    const { scrollHeight, scrollTop, clientHeight } = this.log;
     return scrollHeight - scrollTop - clientHeight < NEAR_END;
   }
 
   scrollToEnd() {
-    this.scroller.scrollTop = this.scroller.scrollHeight;
+    this.log.scrollTop = this.log.scrollHeight;
   }
 }

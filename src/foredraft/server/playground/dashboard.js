@@ -1,4 +1,4 @@
-// Live figures of the server, read once a second while they can be seen.
+// Live figures of the server, read at each look at it while they can be seen.
 
 import { metricsText } from "./api.js";
 import { depthBars, percent, shareBar, timeLines } from "./charts.js";
@@ -6,8 +6,6 @@ import { byId, element } from "./dom.js";
 import { History, PARTS, sampleOf } from "./metrics.js";
 
 const SECOND = 1000;
-const LONGEST_PAUSE = 10 * SECOND; // between tries while the server cannot be reached
-const PATIENCE = 5 * SECOND;
 const BARS = "Bars: the last minute, in % of the steps with drafts.";
 const NO_BARS = "No drafts in the last minute.";
 const LINES = "Lines: since the server began.";
@@ -22,38 +20,41 @@ export class Dashboard {
     this.state = byId("live-state");
     this.history = new History();
     this.figures = new Map();
-    this.timer = null;
-    this.pause = SECOND;
-    this.polling = false;
-    document.addEventListener("visibilitychange", () => this.wake());
-    this.panel.addEventListener("toggle", () => this.wake());
+    this.reading = false;
+    this.reachable = false;
+    this.readAt = null; // the time of day of the last figures
+    this.panel.addEventListener("toggle", () => this.beat(this.reachable));
   }
 
-  /** Read now, where the figures can be seen; else sleep until they can. */
-  wake() {
-    clearTimeout(this.timer);
-    if (!document.hidden && this.panel.open) this.poll();
-  }
-
-  async poll() {
-    if (this.polling) return;
-    this.polling = true;
-    const began = performance.now();
+  /** The server was looked at: read its figures where they can be seen, or mark those that are there as old. */
+  async beat(reachable) {
+    this.reachable = reachable;
+    if (!reachable) return this.age();
+    if (!this.panel.open || this.reading) return undefined;
+    this.reading = true;
     let text = null;
     try {
-      text = await metricsText(AbortSignal.timeout(PATIENCE));
+      text = await metricsText();
     } catch {
-      // Whatever it was (no network, a server that is loading): say so below, and try again, more and more rarely.
+      // Whatever it was, it is said below; the next look tries again.
     }
-    this.polling = false;
-    this.pause = text === null ? Math.min(LONGEST_PAUSE, this.pause * 2) : SECOND;
-    clearTimeout(this.timer);
-    this.timer = setTimeout(() => this.wake(), Math.max(0, began + this.pause - performance.now()));
-    this.state.textContent = text === null ? "No figures from the server. Trying again." : "";
-    this.state.hidden = text !== null;
-    if (text === null) return;
+    this.reading = false;
+    if (text === null) return this.age();
+    this.readAt = new Date();
+    this.panel.classList.remove("stale");
+    this.state.hidden = true;
     this.history.add(sampleOf(text, performance.now() / SECOND));
-    this.draw();
+    return this.draw();
+  }
+
+  /** Say that there are no new figures, and mark each of the old ones. */
+  age() {
+    if (this.panel.classList.contains("stale")) return;
+    const since = this.readAt ? ` Those below are from ${this.readAt.toLocaleTimeString()}.` : "";
+    this.state.textContent = `No figures from the server.${since} Trying again.`;
+    this.state.hidden = false;
+    this.panel.classList.add("stale");
+    for (const { value } of this.figures.values()) value.append(element("small", { class: "old" }, " old"));
   }
 
   draw() {

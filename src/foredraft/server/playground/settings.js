@@ -2,6 +2,7 @@
 
 import { byId, element } from "./dom.js";
 import { ServerError } from "./api.js";
+import { keep, restored } from "./kept.js";
 
 export class Settings {
   constructor() {
@@ -12,13 +13,46 @@ export class Settings {
     this.drafts = byId("num-drafts");
     this.models = new Map();
     this.form.addEventListener("submit", (event) => event.preventDefault());
-    this.form.addEventListener("input", () => this.clearFault());
+    this.form.addEventListener("input", () => {
+      this.clearFault();
+      this.keep();
+    });
+    this.kept = restored();
+    for (const control of this.lasting()) {
+      const value = this.kept[control.id];
+      if (value === undefined || control instanceof HTMLSelectElement) continue; // lists come with the models
+      if (control.type === "checkbox") control.checked = value;
+      else control.value = value;
+    }
+  }
+
+  /** The controls that outlast a reload: all but the key, which stays in memory. */
+  lasting() {
+    return [...this.form.elements].filter((control) => control.id && control !== this.key);
+  }
+
+  keep() {
+    const value = (control) => (control.type === "checkbox" ? control.checked : control.value);
+    this.kept = Object.fromEntries(this.lasting().map((control) => [control.id, value(control)]));
+    keep(this.kept);
+  }
+
+  /** Say beside the key's field that it is wanted, and go there; no words: it is not. */
+  askForKey(words) {
+    const note = byId("key-note");
+    note.textContent = words;
+    note.hidden = !words;
+    if (!words) return;
+    this.panel.open = true;
+    this.key.setAttribute("aria-invalid", "true");
+    this.key.setAttribute("aria-describedby", "key-note");
+    this.key.focus();
   }
 
   /** Show the server's models, keeping the chosen one. */
   setModels(models) {
     this.models = new Map(models.map((model) => [model.id, model]));
-    const chosen = this.model.value;
+    const chosen = this.model.value || this.kept.model;
     this.model.replaceChildren(...models.map((model) => element("option", { value: model.id }, model.id)));
     if (this.models.has(chosen)) this.model.value = chosen;
     this.offerDrafts();
@@ -31,7 +65,7 @@ export class Settings {
 
   /** Offer 0 to maxDrafts draft tokens, keeping the choice where it is still offered. */
   offerDrafts() {
-    const chosen = this.drafts.value;
+    const chosen = this.drafts.value || this.kept["num-drafts"];
     const options = [
       element("option", { value: "" }, this.maxDrafts ? "As the server is set" : "This model has no drafts"),
     ];

@@ -9,12 +9,12 @@ export function duration(seconds) {
 }
 
 /** The figures of one answer, and bars of the drafts that were accepted by depth. Absent figures are left out. */
-export function summary({ numTokens, firstSeconds, tokensPerSecond, usage, speculation }) {
+export function summary({ numTokens, firstSeconds, tokensPerSecond, tokensPerStep, usage, speculation }) {
   const figures = [["tokens", numTokens]];
   if (usage) figures.push(["prompt tokens", usage.prompt_tokens]);
   if (tokensPerSecond !== null) figures.push(["tokens/s", tokensPerSecond.toFixed(1)]);
   if (firstSeconds !== null) figures.push(["to first token", duration(firstSeconds)]);
-  if (speculation?.num_drafts) figures.push(["tokens a step", speculation.mean_acceptance_length.toFixed(2)]);
+  if (tokensPerStep !== null) figures.push(["tokens a step", tokensPerStep]);
   const list = element(
     "dl",
     {},

@@ -1,7 +1,7 @@
 // One question with its answer: what the server streams of it, and its place on the page.
 
 import { element } from "./dom.js";
-import { tokenElement } from "./depths.js";
+import { Prose } from "./prose.js";
 import { summary } from "./summary.js";
 
 const ENDINGS = {
@@ -37,8 +37,10 @@ export class Turn {
     this.firstAt = this.lastAt = null;
     this.numFirst = 0;
     this.numPieces = 0;
+    this.numOwn = 0; // pieces that are the model's own; each ends a step
     this.usage = this.speculation = this.ending = null;
     this.text = element("p", { class: "text" });
+    this.prose = new Prose(this.text);
     this.note = element("p", { class: "note", hidden: "" });
     this.copy = button("Copy", "Copy the answer", () => this.copyAnswer());
     this.tools = element("div", { class: "tools", hidden: "" }, this.copy);
@@ -84,23 +86,40 @@ export class Turn {
     }
     this.numPieces += pieces.length;
     this.answer += pieces.map((piece) => piece.text).join("");
-    this.text.append(...pieces.map((piece) => tokenElement(piece.text, piece.depth)));
+    this.numOwn += pieces.filter((piece) => piece.depth === 0).length;
+    for (const { text, depth } of pieces) this.prose.add(text, depth);
   }
 
-  /** The stream is over. `note` says why, where it did not come to its own end. */
-  finish(note = "") {
+  /** The stream is over. `note` says why, where it did not come to its own end; `isFault`: that is an error. */
+  finish(note, isFault) {
     this.node.classList.remove("waiting");
     this.node.querySelector(".model").removeAttribute("aria-busy");
     const words = note || ENDINGS[this.ending] || "";
-    this.note.textContent = words;
+    const isError = isFault || (!note && this.ending === "error");
+    const mark = isError ? [element("span", { "aria-hidden": "true" }, "⚠ "), element("strong", {}, "Error: ")] : [];
+    this.note.classList.toggle("fault", isError);
+    this.note.replaceChildren(...mark, words);
     this.note.hidden = !words;
     this.tools.hidden = false;
     this.copy.hidden = !this.answer;
     const numTokens = this.usage?.completion_tokens ?? this.numPieces;
     if (numTokens)
       this.foot.replaceChildren(
-        summary({ ...this.timing(numTokens), numTokens, usage: this.usage, speculation: this.speculation }),
+        summary({
+          ...this.timing(numTokens),
+          numTokens,
+          tokensPerStep: this.tokensPerStep,
+          usage: this.usage,
+          speculation: this.speculation,
+        }),
       );
+  }
+
+  /** In words. Of an answer without its end it is counted from the pieces. Null where there were no drafts. */
+  get tokensPerStep() {
+    const { speculation } = this;
+    if (speculation) return speculation.num_drafts ? speculation.mean_acceptance_length.toFixed(2) : null;
+    return this.numOwn && this.numPieces > this.numOwn ? `≈ ${(this.numPieces / this.numOwn).toFixed(2)}` : null;
   }
 
   /** Seconds to the first text, and tokens a second after the first chunk (null where there was but one). */

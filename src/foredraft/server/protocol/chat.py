@@ -72,6 +72,8 @@ class ChatCompletionRequest(NeutralChatFields, TemplateFields, SamplingFields):
             raise refusal("min_tokens", f"must be at most {self._limit_name}, which is {shown(limit)}")
         if self.top_logprobs is not None and not self.logprobs:
             raise refusal("top_logprobs", "has an effect only if logprobs is true")
+        if not self.parallel_tool_calls and not self.tools:
+            raise refusal("parallel_tool_calls", "needs tools")
         if self.tool_choice not in (None, "none") and not self.tools:
             raise refusal("tool_choice", "needs tools")
         if isinstance(self.tool_choice, NamedTool):

@@ -91,6 +91,11 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
+def server_failed() -> ApiError:
+    """What nobody has foreseen; the client is told no more than that."""
+    return ApiError(500, "the server has failed; its log says why")
+
+
 def invalid(message: str, param: str | None = None) -> ApiError:
     """A request that cannot be served as asked, because of the field `param`."""
     return ApiError(400, message, param=param)
