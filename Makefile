@@ -24,7 +24,7 @@ demo: $(VENV)/.foredraft ## generate with the built-in model, with and without d
 
 test: lint ## ruff, mypy and all tests but the slow ones
 	@test -x /usr/bin/chromium || echo "There is no /usr/bin/chromium: the tests of the page are skipped (apt-get install chromium)"
-	$(BIN)/python -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
 
 check: lint ## ruff, mypy and the rules of the source tree: seconds
 	$(BIN)/python -m pytest tests/test_imports.py

@@ -1,7 +1,8 @@
-"""What every request passes before it is read: keys, sizes, ids, paths, methods, and pages from elsewhere."""
+"""What every request passes before it is read: keys, sizes, ids, paths, methods, and pages from here and elsewhere."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -231,13 +232,49 @@ def test_methods_that_do_not_fit(client: httpx.Client, method: str, path: str, a
     assert allowed in response.headers["allow"].replace(" ", "").split(",")
 
 
-@pytest.mark.parametrize("path", ["/health", "/version", "/v1/models", "/", "/no-such-path", COMPLETIONS])
+WITH_HEAD = ("/health", "/", "/favicon.ico", "/playground/app.js", "/docs-files/swagger-ui.css")
+
+
+@pytest.mark.parametrize("path", [*WITH_HEAD, "/version", "/v1/models", "/no-such-path", COMPLETIONS])
 def test_head_has_no_body(client: httpx.Client, path: str) -> None:
+    """Otherwise it is answered as GET is, where it is answered at all: those who watch a server may ask with it."""
     response = client.head(path, headers=bearer(KEYS[0]))
     assert response.content == b""
-    assert response.status_code in ((200,) if path == "/" else (200, 404, 405))
+    got = client.get(path, headers=bearer(KEYS[0]))
+    assert response.status_code == (got.status_code if path in WITH_HEAD or got.status_code == 404 else 405)
+    if path in WITH_HEAD:
+        assert got.status_code == 200
+        assert got.content
+        for name in ("content-type", "content-length"):
+            assert response.headers[name] == got.headers[name]
     assert response.headers["x-request-id"]
     assert client.get("/health").json() == {"status": "ready"}  # the connection is still in step
+
+
+# -- pages from here ---------------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_the_api_needs_no_other_server(client: httpx.Client) -> None:
+    page = client.get("/docs")
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+    assert "//" not in re.sub(r"window\.location\.origin|<!--.*?-->|^\s*//.*$", "", page.text, flags=re.MULTILINE)
+    named = re.findall(r"""\b(?:src|href)=["']([^"']+)["']""", page.text)
+    assert {name.rpartition(".")[2] for name in named} == {"css", "js", "png"}
+    (document,) = re.findall(r"""\burl: ["']([^"']+)["']""", page.text)
+    for name in [*named, document]:
+        found = client.get(name)
+        assert found.status_code == 200, name
+        assert len(found.content) > 500
+        if name.endswith(".css"):
+            assert not re.search(r"""@import|url\((?!["']?data:)""", found.text)
+    assert client.get(document).json()["paths"]
+
+
+def test_a_browser_finds_an_icon(client: httpx.Client) -> None:
+    icon = client.get("/favicon.ico")
+    assert (icon.status_code, icon.headers["content-type"]) == (200, "image/svg+xml")
+    assert "<svg" in icon.text
 
 
 # -- pages from elsewhere ----------------------------------------------------------------------------------------------

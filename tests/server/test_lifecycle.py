@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import threading
@@ -75,8 +76,10 @@ def processes(checkpoint: Path) -> Iterator[dict[str, ServerProcess]]:
     """All at once: most of their time they start."""
     options = ["--port", "0", "--num-speculative-tokens", "0"]
     made = {
-        "patient": ServerProcess(checkpoint, *options, "--drain-seconds", "60"),
+        "patient": ServerProcess(checkpoint, *options, "--drain-seconds", "60", "--access-log"),
         "hasty": ServerProcess(checkpoint, *options, "--drain-seconds", "0.2"),
+        "idle": ServerProcess(checkpoint, *options),
+        "busy": ServerProcess(checkpoint, *options, "--drain-seconds", "3600"),
     }
     try:
         yield made
@@ -95,12 +98,19 @@ def ready(process: ServerProcess) -> str:
     return url
 
 
+def requests_in(lines: list[str]) -> list[str]:
+    """What the lines of an access log say of each request."""
+    pattern = r'INFO: +127\.0\.0\.1:\d+ - ("[A-Z]+ [^"]+ HTTP/1\.1" \d{3}\b.*)'
+    return [found.group(1) for line in lines if (found := re.fullmatch(pattern, line))]
+
+
 def test_sigterm_lets_requests_end_and_takes_no_more(processes: dict[str, ServerProcess]) -> None:
+    """Its log has a line for each request, as was asked for."""
     process = processes["patient"]
     url = ready(process)
     with stream(url, 1500) as going_on:
         process.signal(signal.SIGTERM)
-        process.wait_for("SIGTERM: 1 requests go on for 60 s at most")
+        process.wait_for("SIGTERM: requests in flight have 60 s, or until a second signal")
         for path, body in ((COMPLETIONS, ASKED), (COMPLETIONS, ASKED | {"stream": True})):
             refused = httpx.post(f"{url}{path}", json=body, timeout=30)
             assert refused.status_code == 503
@@ -111,18 +121,54 @@ def test_sigterm_lets_requests_end_and_takes_no_more(processes: dict[str, Server
         last, mark = ending(going_on)
     assert (last["choices"][0]["finish_reason"], mark) == ("length", "[DONE]")
     assert process.exit_code() == 0
+    asked, unavailable = f'"POST {COMPLETIONS} HTTP/1.1"', "503 Service Unavailable"
+    expected = [f"{asked} 200 OK", *[f"{asked} {unavailable}"] * 2, f'"GET /health HTTP/1.1" {unavailable}']
+    logged = requests_in(process.lines)
+    assert logged[-4:] == expected
+    assert all(line.startswith('"GET /health ') for line in logged[:-4])
 
 
 def test_a_request_that_outlasts_the_drain_gets_an_error(processes: dict[str, ServerProcess]) -> None:
+    """And so does one whose body has not come; none of it is a fault that the log must explain."""
     process = processes["hasty"]
-    with stream(ready(process), ENDLESS) as going_on:
+    url = ready(process)
+    head = "Content-Length: 100\r\nX-Request-Id: half\r\nExpect: 100-continue\r\n"
+    with OpenConnection(url, COMPLETIONS, b"", head=head) as half, stream(url, ENDLESS) as going_on:
+        half.read_until(b"100 Continue\r\n\r\n")
         process.signal(signal.SIGTERM)
         last, mark = ending(going_on)
+        refused = half.read_all().partition(b"100 Continue\r\n\r\n")[2]
+    assert refused.startswith(b"HTTP/1.1 503")
+    assert b"x-request-id: half\r\n" in refused
+    assert json.loads(refused.partition(b"\r\n\r\n")[2])["error"]["code"] == "engine_unavailable"
     assert last["error"]["type"] == "service_unavailable_error"
     assert "shuts down" in last["error"]["message"]
     assert mark == ""
     assert process.exit_code() == 0
-    assert any("1 requests have not ended in time" in line for line in process.lines)
+    assert any("requests that have not ended in time: 1" in line for line in process.lines)
+    assert all(line.startswith(("foredraft: ", "cache: ", "  ")) for line in process.lines), process.lines
+
+
+def test_two_signals_in_a_row_while_nothing_runs(processes: dict[str, ServerProcess]) -> None:
+    """The second one comes while the process ends: it changes nothing about its exit code."""
+    process = processes["idle"]
+    ready(process)
+    process.signal(signal.SIGTERM)
+    time.sleep(0.3)
+    process.signal(signal.SIGTERM)
+    assert process.exit_code() == 0
+    assert not any("Traceback" in line for line in process.lines)
+
+
+def test_two_signals_in_a_row_while_a_request_runs(processes: dict[str, ServerProcess]) -> None:
+    process = processes["busy"]
+    with stream(ready(process), ENDLESS) as going_on:
+        process.signal(signal.SIGINT)
+        process.wait_for("SIGINT: requests in flight have 3600 s, or until a second signal")
+        process.signal(signal.SIGINT)
+        assert process.exit_code() == 0
+        assert b"[DONE]" not in going_on.read_all()
+    assert not any("Traceback" in line for line in process.lines)
 
 
 def test_a_model_that_cannot_be_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ def test_a_fault_while_a_request_is_added_is_its_own(
             assert answer.startswith(b"HTTP/1.1 500")
             assert b'"type":"internal_server_error"' in answer
             assert b"fault of ours" not in answer
+            assert re.search(rb"\r\nx-request-id: \w{32}\r\n", answer)
             assert neighbour.json()["usage"]["completion_tokens"] == 20
         assert "a fault of ours" in capsys.readouterr().err  # the log says why
         live.wait_until_idle()

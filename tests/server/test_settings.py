@@ -56,6 +56,7 @@ def test_what_it_does_by_itself() -> None:
         ("access_log", 1),
         ("access_log", None),
         ("traces_endpoint", " "),
+        ("traces_endpoint", "127.0.0.1:4318"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(field: str, value: Any) -> None:
@@ -77,6 +78,7 @@ def test_a_wrong_setting_is_refused_by_name(field: str, value: Any) -> None:
         ("drain_seconds", 0.5),
         ("cors_origin", "*"),
         ("access_log", True),
+        ("traces_endpoint", "http://127.0.0.1:4318/v1/traces"),
     ],
 )
 def test_right_settings_are_taken(field: str, value: Any) -> None:

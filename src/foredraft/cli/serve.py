@@ -38,6 +38,6 @@ def serve(
         settings.read_api_keys()
     try:
         run(lambda: load(config), settings, model_name(config))
-    finally:  # the process takes a moment to end: one more signal must not change its exit code
+    finally:  # the interpreter would put back the defaults, and takes a moment to end
         for sig in (signal.SIGINT, signal.SIGTERM):
             signal.signal(sig, signal.SIG_IGN)

@@ -29,7 +29,7 @@ class BodyReader:
 
         Raises ApiError if it is too large, takes too long, or the server ends meanwhile.
         """
-        deadline = asyncio.timeout(BODY_SECONDS)
+        deadline = asyncio.timeout(0 if self._is_closed else BODY_SECONDS)
         try:
             async with deadline:
                 self._deadlines.add(deadline)
@@ -67,14 +67,18 @@ class BodyReader:
     async def discard(self, receive: Receive) -> None:
         """Read what is left of a body, for a while. A connection that is closed on a client that still sends is reset,
         and the client never sees the answer."""
+        deadline = asyncio.timeout(DISCARD_SECONDS)
         with suppress(TimeoutError):
-            async with asyncio.timeout(DISCARD_SECONDS):
+            async with deadline:
+                self._deadlines.add(deadline)
                 message: Message = {"type": "http.request", "more_body": True}
                 while message["type"] == "http.request" and message.get("more_body", False):
                     message = await asyncio.wait_for(receive(), SILENT_SECONDS)
+        self._deadlines.discard(deadline)
 
     def close(self) -> None:
         """Give up the bodies that have not come yet."""
         self._is_closed = True
         for deadline in self._deadlines:
-            deadline.reschedule(asyncio.get_running_loop().time())
+            with suppress(RuntimeError):  # it expires already
+                deadline.reschedule(asyncio.get_running_loop().time())

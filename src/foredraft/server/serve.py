@@ -7,10 +7,11 @@ import copy
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -107,6 +108,14 @@ class ModelServer(uvicorn.Server):
         await super().shutdown(sockets)
         self.service.close()
 
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Signals are ours from here on, and stay so: one more while the process ends must not change its exit code."""
+        if threading.current_thread() is threading.main_thread():
+            for sig in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(sig, self.handle_exit)
+        yield
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains; a second one, or one while there is nothing to drain, ends at once."""
         if self._is_ending or self._engine.state is not EngineState.READY:
@@ -122,8 +131,8 @@ class ModelServer(uvicorn.Server):
 
     async def _drain(self) -> None:
         seconds = self._settings.drain_seconds
-        if num_open := self._engine.num_open:
-            _say(f"{self._signal}: requests in flight, {num_open}, have {seconds:g} s, or until a second signal")
+        if not self._engine.is_idle:
+            _say(f"{self._signal}: requests in flight have {seconds:g} s, or until a second signal")
         if not await self._engine.drain(seconds):
             _say(f"requests that have not ended in time: {self._engine.num_open}")
         self.should_exit = True
