@@ -236,3 +236,9 @@ def test_gbnf_that_the_converter_would_take_minutes_for_is_refused() -> None:
 def test_json_that_is_not_valid_in_a_grammar_names_the_field() -> None:
     with pytest.raises(RequestError, match=r"structured_output\.grammar holds JSON that is not valid"):
         compiler().check(StructuredOutput(grammar="start: %json {"))
+
+
+def test_rules_that_count_are_refused() -> None:
+    """A mask of such a grammar may take minutes, and there is no bound to it."""
+    with pytest.raises(RequestError, match=r"structured_output.grammar has rules with parameters \(::\)"):
+        check_lark('start: foo::0x0\nfoo::_: foo::incr(_) "a" %if lt(_, 5000) | "b"', "structured_output.grammar")

@@ -24,9 +24,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.errors import RequestError
+from foredraft.sampling.grammar_chains import check_gbnf, check_lark, check_schema
 from foredraft.structured_output import StructuredOutput
 
 MAX_COMPILED = 64  # grammars kept for further requests
+MAX_COMPILED_CHARACTERS = 4_000_000  # of all of them; the newest stays
 MAX_MESSAGE = 300  # characters of what the library says about a grammar
 
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
@@ -139,8 +141,9 @@ class GrammarCompiler:
         _try_rollback(matcher.deep_copy(), int(allowed.argmax()), field)
         with self._lock:
             self._compiled[grammar] = matcher
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
+            surplus = sum(map(len, self._compiled)) - MAX_COMPILED_CHARACTERS
+            while len(self._compiled) > 1 and (len(self._compiled) > MAX_COMPILED or surplus > 0):
+                surplus -= len(self._compiled.popitem(last=False)[0])
         return matcher
 
 
@@ -338,6 +341,7 @@ def _library_grammar(spec: StructuredOutput) -> str:
     if spec.kind in ("json_schema", "json_object"):
         overrides = {"whitespace_pattern": _WHITESPACE} if spec.whitespace else {"whitespace_flexible": False}
         schema_text = "{}" if spec.schema_text.strip() == "true" else spec.schema_text
+        check_schema(schema_text, f"structured_output.{spec.kind}")
         try:
             return LLMatcher.grammar_from_json_schema(schema_text, overrides=overrides)  # type: ignore[arg-type]
         except ValueError as error:
@@ -355,15 +359,21 @@ def _literal(text: str) -> str:
 
 
 def _lark(grammar: str) -> str:
-    """The grammar in Lark's syntax, if it is not in it already."""
-    if not _GBNF_RULE.search(grammar):
-        return grammar
-    try:
-        return gbnf_to_lark(_GBNF_ESCAPE.sub(_plain_escape, grammar))
-    except RecursionError:
-        raise RequestError("structured_output.grammar is nested too deeply") from None
-    except Exception as error:  # the converter raises bare exceptions as well
-        raise RequestError(f"structured_output.grammar is not valid GBNF: {_short(error)}") from None
+    """The grammar in Lark's syntax, if it is not in it already, and not too deep for the library."""
+    field = "structured_output.grammar"
+    if _GBNF_RULE.search(grammar):
+        try:
+            grammar = _GBNF_ESCAPE.sub(_plain_escape, grammar)
+            check_gbnf(grammar, field)
+            grammar = gbnf_to_lark(grammar)
+        except RecursionError:
+            raise RequestError(f"{field} is nested too deeply") from None
+        except RequestError:
+            raise
+        except Exception as error:  # the converter raises bare exceptions as well
+            raise RequestError(f"{field} is not valid GBNF: {_short(error)}") from None
+    check_lark(grammar, field)
+    return grammar
 
 
 def _plain_escape(escape: re.Match[str]) -> str:
