@@ -206,8 +206,7 @@ def test_what_does_not_end_in_time_gets_an_error(checkpoint: Path) -> None:
         assert not await engine.drain(0.0)
         await engine.close()
         with pytest.raises(EngineUnavailableError, match="shuts down"):
-            while True:
-                await anext(running)
+            await outputs(running)
 
     assert run(make_llm(checkpoint), scenario).state is EngineState.CLOSED
 
@@ -229,8 +228,7 @@ def test_a_step_that_fails_answers_everybody_and_ends_the_thread(
         monkeypatch.setattr(llm.engine.runner, "execute", fail)
         for submission in (running, waiting):
             with pytest.raises(EngineUnavailableError, match="MemoryError: no memory is left"):
-                while True:
-                    await anext(submission)
+                await outputs(submission)
         assert engine.state is EngineState.FAILED
         with pytest.raises(EngineUnavailableError, match="failed"):
             await engine.submit(jobs())

@@ -47,19 +47,20 @@ def plot_compare(result: CompareResult, files: list[Path], title: str) -> None:
 def _draw_acceptance(axes: Axes, result: CompareResult) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    for name in result.variants:
+    for index, name in enumerate(result.variants):
         rates = result.speculation_of(name).accepted_rates
         if rates:
-            axes.plot(range(1, len(rates) + 1), rates, marker="o", label=name)
+            axes.plot(range(1, len(rates) + 1), rates, marker="o", color=f"C{index}", label=name)
     axes.set(title="Drafts accepted", xlabel="depth", ylabel="share of the cycles with drafts", ylim=(0, 1))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _finish(axes)
 
 
 def _draw_throughput(axes: Axes, result: CompareResult) -> None:
-    for name in result.variants:
+    for index, name in enumerate(result.variants):  # the same colour in both plots
         cells = sorted((cell for cell in result.cells if cell.name == name), key=lambda cell: cell.concurrency)
-        axes.plot([c.concurrency for c in cells], [c.tokens_per_second for c in cells], marker="o", label=name)
+        speeds = [cell.tokens_per_second for cell in cells]
+        axes.plot([c.concurrency for c in cells], speeds, marker="o", color=f"C{index}", label=name)
     concurrencies = sorted({cell.concurrency for cell in result.cells})
     axes.set(title="Throughput", xlabel="concurrency", ylabel="tokens/s", xscale="log")
     axes.set_xticks(concurrencies, [str(concurrency) for concurrency in concurrencies])
