@@ -175,6 +175,7 @@ def test_greedy_requests_are_as_without_drafts_whatever_they_ask_and_whatever_is
     check()
     long = [([index], SamplingParams(max_tokens=30, ignore_eos=True, **PENALTIES)) for index in range(4)]
     happened.update(check_greedy("crowded", random_rows(16, seed=0), long, "deep", seed=0))
+    happened.update(check_greedy("roomy", random_rows(16, seed=0), long[:1], "right", seed=0))
     assert happened >= {"stop", "length", "error", "preempted", "hit", "accepted 7"}
 
 
