@@ -269,10 +269,10 @@ def start_long(model: str) -> subprocess.Popen[str]:
 
 def press_ctrl_c(process: subprocess.Popen[str]) -> tuple[str, str]:
     """Once more where Python has dropped it, as it does within a callback of an import or of the garbage collector."""
-    for _ in range(3):
+    for _ in range(5):
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.communicate(timeout=10)
+            return process.communicate(timeout=4)
     return process.communicate(timeout=60)
 
 
