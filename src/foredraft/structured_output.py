@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from foredraft.errors import RequestError
 
 MAX_CHARACTERS = 1_000_000  # of a schema, a regular expression, a grammar, or all choices together
+MAX_REGEX = 16_000  # characters of one: the time to compile it grows with their square
 MAX_MARKER = 1_000  # characters or tokens of `after`
 
 KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
@@ -53,9 +54,9 @@ class StructuredOutput:
             raise RequestError(f"structured_output needs exactly one of {', '.join(KINDS)}; it has {found}")
         if self.json_schema is not None and self.json_schema is not False:
             object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
-        for name in ("regex", "grammar"):
+        for name, limit in (("regex", MAX_REGEX), ("grammar", MAX_CHARACTERS)):
             if getattr(self, name) is not None:
-                _text(name, getattr(self, name))
+                _text(name, getattr(self, name), limit)
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
         if not self.whitespace and self.kind not in ("json_schema", "json_object"):

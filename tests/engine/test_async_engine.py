@@ -321,3 +321,24 @@ def test_the_observer_sees_every_choice_and_the_state_after_each_step(checkpoint
     counts = [snapshot.stats.num_generated_tokens for snapshot in notes.snapshots]
     assert counts == sorted(counts)
     assert counts[0] < counts[-1]
+
+
+def test_draining_an_idle_engine_takes_no_time_at_all(checkpoint: Path) -> None:
+    async def scenario(engine: AsyncEngine, llm: LLM) -> None:
+        assert await engine.drain(0.0)
+
+    run(make_llm(checkpoint), scenario)
+
+
+def test_what_is_still_read_when_the_engine_closes_is_given_up_at_once(checkpoint: Path) -> None:
+    async def scenario(engine: AsyncEngine, llm: LLM) -> None:
+        with pytest.raises(ZeroDivisionError):
+            await engine.unless_closed(asyncio.to_thread(lambda: 1 / 0))
+        assert await engine.unless_closed(asyncio.sleep(0, "done")) == "done"
+        reading = asyncio.create_task(engine.unless_closed(asyncio.Event().wait()))
+        await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(EngineUnavailableError, match="shuts down"):
+            await reading
+
+    run(make_llm(checkpoint), scenario)

@@ -17,7 +17,7 @@ from byte_models import byte_tokenizer
 from foredraft.errors import RequestError
 from foredraft.sampling.grammar import GrammarCompiler
 from foredraft.sampling.grammar_chains import MAX_CONVERSION, MAX_DEPTH, check_gbnf, check_lark, check_schema
-from foredraft.structured_output import MAX_CHARACTERS, StructuredOutput
+from foredraft.structured_output import MAX_CHARACTERS, MAX_REGEX, StructuredOutput
 
 
 def schema_chain(length: int, link: Callable[[dict[str, Any]], dict[str, Any]]) -> str:
@@ -242,3 +242,27 @@ def test_rules_that_count_are_refused() -> None:
     """A mask of such a grammar may take minutes, and there is no bound to it."""
     with pytest.raises(RequestError, match=r"structured_output.grammar has rules with parameters \(::\)"):
         check_lark('start: foo::0x0\nfoo::_: foo::incr(_) "a" %if lt(_, 5000) | "b"', "structured_output.grammar")
+
+
+@pytest.mark.parametrize("num_characters", [MAX_REGEX // 2, MAX_REGEX])
+def test_regular_expressions_are_bounded_wherever_they_stand(num_characters: int) -> None:
+    """The time to compile one grows with the square of its length: minutes at some 100,000 characters."""
+    regex = "a?" * (num_characters // 2)
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "pattern": regex}},
+        "patternProperties": {regex: {}},
+    }
+    if num_characters < MAX_REGEX:
+        check_schema(json.dumps(schema), "f")
+        check_lark(f"start: /{regex[2:]}/", "f")
+        StructuredOutput(regex=regex)
+        return
+    with pytest.raises(RequestError, match="f may have 16000 characters of regular expressions, not 32000"):
+        check_schema(json.dumps(schema), "f")
+    with pytest.raises(RequestError, match="f may have 16000 characters of regular expressions, not 16002"):
+        check_lark(f"start: /{regex}/", "f")
+    with pytest.raises(RequestError, match="f may have 16000 characters of regular expressions"):
+        check_lark(f"start: %json {json.dumps(schema)}", "f")
+    with pytest.raises(RequestError, match="regex may have 16000 characters at most, not 16001"):
+        StructuredOutput(regex=f"{regex}a")

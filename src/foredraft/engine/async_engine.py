@@ -7,15 +7,18 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
+from typing import TypeVar
 
 from foredraft.engine.llm import LLM
 from foredraft.engine.observation import Observer
 from foredraft.engine.served import Delivery, Job, ServedRequests, Ticket
 from foredraft.errors import EngineBusyError, EngineUnavailableError, described
 from foredraft.outputs import StreamChunk
+
+Result = TypeVar("Result")
 
 DEFAULT_MAX_WAITING = 256
 
@@ -126,6 +129,7 @@ class AsyncEngine:
         self._open: dict[Ticket, Submission] = {}
         self._num_reading = 0  # choices
         self._idle = asyncio.Event()
+        self._closed = asyncio.Event()
         self._ready = asyncio.Event()
         self._commands: queue.SimpleQueue[Callable[[ServedRequests], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="foredraft-engine", daemon=True)
@@ -193,6 +197,18 @@ class AsyncEngine:
             self._num_reading -= num_choices
             self._note_idle()
 
+    async def unless_closed(self, work: Awaitable[Result]) -> Result:
+        """What `work` gives. Raises EngineUnavailableError as soon as the engine is closed, and gives the work up."""
+        task, closed = asyncio.ensure_future(work), asyncio.ensure_future(self._closed.wait())
+        try:
+            await asyncio.wait((task, closed), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise EngineUnavailableError("the server shuts down")
+            return task.result()
+        finally:
+            task.cancel()
+            closed.cancel()
+
     def hand_in(self, jobs: Sequence[Job]) -> Submission:
         """Give jobs to the engine's thread, within `reading`. Await `Submission.accepted` before anything else.
 
@@ -217,8 +233,9 @@ class AsyncEngine:
         """Take no more requests, and wait for those that there are. Returns whether all have ended in time."""
         if self.state in (EngineState.LOADING, EngineState.READY):
             self.state = EngineState.DRAINING
+        if self.is_idle:
+            return True
         self._idle.clear()
-        self._note_idle()
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:
@@ -229,6 +246,7 @@ class AsyncEngine:
         """End what is left with an error, and the thread; with `cache_dir` it saves the cache first."""
         if self.state is not EngineState.FAILED:
             self.state = EngineState.CLOSED
+        self._closed.set()
         self._end_all(EngineUnavailableError("the server shuts down"))
         self._commands.put(None)
         if self._llm is not None:  # loading cannot be broken off: the thread ends with the process

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from urllib.parse import unquote
 
 from foredraft.errors import RequestError
+from foredraft.structured_output import MAX_REGEX
 
 MAX_DEPTH = 1_000  # rules, groups and objects on one path; a third to a half of what the library has stack for
 MAX_GROUPS = 64  # within each other in one rule; the library refuses half as many, with a better message
@@ -41,13 +42,18 @@ _INDEX = re.compile(r"\+?[0-9]{1,9}")
 
 
 def check_schema(text: str, field: str) -> None:
-    """Raise RequestError, naming the field, if a JSON schema is nested too deeply through its `$ref`."""
-    _refuse_beyond(_schema_depth(_parsed(text, 0, field)[0]), field)
+    """Raise RequestError, naming the field, if a JSON schema is nested too deeply through its `$ref`, or has too much
+    of regular expressions."""
+    schema, _ = _parsed(text, 0, field)
+    _refuse_beyond(_schema_depth(schema), field)
+    _refuse_regexes(_regex_length(schema), field)
 
 
 def check_lark(text: str, field: str) -> None:
     """Raise RequestError, naming the field, if a grammar in Lark's syntax is nested too deeply through its rules."""
-    _refuse_beyond(_read_rules(text, _LARK, field).depth(), field)
+    rules = _read_rules(text, _LARK, field)
+    _refuse_beyond(rules.depth(), field)
+    _refuse_regexes(rules.num_regex_characters, field)
 
 
 def check_gbnf(text: str, field: str) -> None:
@@ -60,6 +66,25 @@ def check_gbnf(text: str, field: str) -> None:
             f"{field} is too large: its {len(rules.weights)} rules times their depth of {depth} may be at most "
             f"{MAX_CONVERSION} in GBNF; Lark's syntax has no such limit"
         )
+
+
+def _refuse_regexes(num_characters: int, field: str) -> None:
+    if num_characters > MAX_REGEX:
+        raise RequestError(f"{field} may have {MAX_REGEX} characters of regular expressions, not {num_characters}")
+
+
+def _regex_length(schema: object) -> int:
+    """Characters of all regular expressions in a schema."""
+    total, stack = 0, [schema]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            total += len(pattern) if isinstance(pattern := value.get("pattern"), str) else 0
+            if isinstance(patterns := value.get("patternProperties"), dict):
+                total += sum(map(len, patterns))
+        if isinstance(value, dict | list):
+            stack += value.values() if isinstance(value, dict) else value
+    return total
 
 
 def _refuse_beyond(depth: int, field: str) -> None:
@@ -76,6 +101,7 @@ class _Definitions:
 
     weights: dict[Hashable, int] = field(default_factory=dict)
     edges: list[tuple[Hashable, Hashable]] = field(default_factory=list)
+    num_regex_characters: int = 0
 
     def depth(self) -> int:
         """The heaviest path at most; what lies in a circle counts in full."""
@@ -106,11 +132,14 @@ def _read_rules(text: str, pattern: re.Pattern[str], field: str) -> _Definitions
         if match is not None and match[0] == "::":  # such a rule counts, and a mask may have to count very far
             raise RequestError(f"{field} has rules with parameters (::), which cannot be followed in bounded time")
         if match is None or kind == "skipped":
+            is_regex = match is not None and match[0].startswith("/") and not match[0].startswith("//")
+            reader.found.num_regex_characters += len(match[0]) if match is not None and is_regex else 0
             continue
         if kind == "json":
             value, position = _parsed(text, position, field)
             if match[0] == "%json":
                 reader.schema = max(reader.schema, _schema_depth(value))
+                reader.found.num_regex_characters += _regex_length(value)
         else:
             reader.read(kind, match[0])
     reader.end_line()

@@ -134,7 +134,7 @@ class ModelServer(uvicorn.Server):
         if not self._engine.is_idle:
             _say(f"{self._signal}: requests in flight have {seconds:g} s, or until a second signal")
         if not await self._engine.drain(seconds):
-            _say(f"requests that have not ended in time: {self._engine.num_open}")
+            _say("not all requests have ended in time: the others get an error")
         self.should_exit = True
 
     def _engine_ended(self, error: BaseException | None) -> None:

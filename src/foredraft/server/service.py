@@ -118,9 +118,10 @@ class Service:
     async def submit(self, num_choices: int, read: Callable[[], Sequence[Job]]) -> Submission:
         """Hand the engine what `read` makes of a request; it takes a while. Grammars are compiled here, not there."""
         with self.engine.reading(num_choices):
-            jobs = await self.apart(read)
+            jobs = await self.engine.unless_closed(self.apart(read))
             if any(job.params.structured_output is not None for job in jobs):
-                await asyncio.get_running_loop().run_in_executor(self._compilers, self._compile, jobs)
+                compiling = asyncio.get_running_loop().run_in_executor(self._compilers, self._compile, jobs)
+                await self.engine.unless_closed(compiling)
             submission = self.engine.hand_in(jobs)
         await submission.accepted()
         return submission

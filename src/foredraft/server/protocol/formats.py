@@ -9,7 +9,7 @@ from pydantic.types import Discriminator
 
 from foredraft.server.protocol.body import Body, JsonObject, Text, TextOrIds, refusal
 from foredraft.server.protocol.tools import Name
-from foredraft.structured_output import MAX_CHARACTERS, StructuredOutput
+from foredraft.structured_output import MAX_CHARACTERS, MAX_REGEX, StructuredOutput
 
 MAX_CHOICES = 65_536
 
@@ -65,7 +65,7 @@ class StructuredOutputBody(Body):
 
     json_schema: SchemaOrText | None = None
     json_object: bool = False
-    regex: Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)] | None = None
+    regex: Annotated[str, Field(min_length=1, max_length=MAX_REGEX)] | None = None
     grammar: Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)] | None = None
     choice: (
         Annotated[
