@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import typer
 from scripted_peer import DONE, Answer, Peer, chunk, serving, usage
-from tiny_models import tiny_llama
 
 from foredraft import LLM, SamplingParams
 from foredraft.cli.bench_serving import _ending_on_sigterm, engine_arguments, offline, overhead, serve
@@ -35,19 +34,6 @@ def refused(*args: str) -> str:
         bench(*args)
     assert error.value.exit_code == 2
     return error.value.format_message()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny_llama(tmp_path_factory.mktemp("model"), num_modules=3, eos_token_id=17, tokenizer=True))
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    file = tmp_path_factory.mktemp("prompts") / "words.jsonl"
-    texts = ["w1 w2 w3", "w9", "w4 w5 w6 w7 w8", "w11 w12"]
-    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    return str(file)
 
 
 def answer(body: dict[str, Any]) -> Answer:

@@ -11,12 +11,10 @@ from rich import box
 from rich.table import Table
 
 from foredraft import LLM, SamplingParams
-from foredraft.bench.offline import check, run_closed_loop, speculation_of
+from foredraft.bench.offline import check, run_closed_loop, speculation_of, warm_up
 from foredraft.bench.serving.figures import RequestFigures, duration_of
-from foredraft.errors import ConfigError, ForedraftError
+from foredraft.errors import ConfigError
 from foredraft.statistics import SpeculationStats
-
-WARM_UP_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -206,7 +204,8 @@ def measure_compare(
         for concurrency in concurrencies:
             if number == 0:
                 for variant in variants:
-                    _warm_up(variant, prompts[:concurrency], each[0])
+                    short = replace(each[0], num_speculative_tokens=variant.depth)
+                    warm_up(variant.llm, prompts[:concurrency], short, concurrency)
             first = number % len(variants)
             for index in (*range(first, len(variants)), *range(first)):
                 salt = f"round {number}, concurrency {concurrency}, variant {index}"
@@ -215,11 +214,3 @@ def measure_compare(
                 check(figures)
                 cells[concurrency, index].add(figures, reference)
     return CompareResult(tuple(cells.values()), variants[0].llm.config.marks)
-
-
-def _warm_up(variant: CompareVariant, prompts: Sequence[list[int]], params: SamplingParams) -> None:
-    changes: dict[str, Any] = {"max_tokens": WARM_UP_TOKENS, "num_speculative_tokens": variant.depth}
-    outputs = variant.llm.generate(list(prompts), replace(params, cache_salt="warm-up", **changes))
-    for output in outputs:
-        if output.error is not None:
-            raise ForedraftError(f"{variant.name}: {output.error}")

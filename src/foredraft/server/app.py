@@ -218,7 +218,7 @@ async def _generate(service: Service, request: Request, kind: Any, answer_kind: 
             return found
 
     if body.stream:
-        submission = await unless_gone(request, submit())
+        submission = await unless_gone(request.receive, submit())
         if submission is None:
             return Response(status_code=CLIENT_GONE)
         return EventStream(guarded(answer.events(submission)), submission.abort)
@@ -227,7 +227,7 @@ async def _generate(service: Service, request: Request, kind: Any, answer_kind: 
         text: str = (await answer.whole(await submit())).model_dump_json()
         return text.encode()
 
-    content = await unless_gone(request, whole())
+    content = await unless_gone(request.receive, whole())
     if content is None:
         return Response(status_code=CLIENT_GONE)
     return Response(content, media_type="application/json")

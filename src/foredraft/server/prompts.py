@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from jinja2 import Environment, TemplateError
@@ -47,12 +48,12 @@ class PromptReader:
         """Whether conversations can be read."""
         return self._tokenizer is not None and bool(self._tokenizer.chat_template)
 
-    @property
+    @cached_property
     def chat_template(self) -> str | None:
         """The template for conversations that have tools, if there is one."""
         return self._template([{}]) if self.has_chat_template else None
 
-    @property
+    @cached_property
     def special_tokens(self) -> dict[str, int]:
         """Ids of the special tokens by their text."""
         if self._tokenizer is None:
@@ -60,7 +61,7 @@ class PromptReader:
         known = self._tokenizer.added_tokens_decoder.items()
         return {token.content: int(token_id) for token_id, token in known if token.special}
 
-    @property
+    @cached_property
     def supports_tools(self) -> bool:
         """Whether the chat template writes tools."""
         if not self.has_chat_template:

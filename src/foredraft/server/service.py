@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
@@ -75,7 +75,7 @@ class Service:
             raise EngineUnavailableError(f"the engine is {self.engine.state.value}")
         return self._reader
 
-    @property
+    @cached_property
     def tool_format(self) -> ToolFormat:
         """How the model writes its calls."""
         name = self.settings.tool_format or detect_format(self.reader.chat_template)
@@ -112,7 +112,7 @@ class Service:
 
     async def apart(self, function: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
         """Run what takes a while apart from the event loop and from the engine."""
-        call = functools.partial(function, *arguments, **options)
+        call = partial(function, *arguments, **options)
         return await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
     async def submit(self, num_choices: int, read: Callable[[], Sequence[Job]]) -> Submission:

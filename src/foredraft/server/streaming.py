@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from starlette.background import BackgroundTask
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -25,10 +24,13 @@ def event(data: BaseModel | dict[str, Any]) -> bytes:
     return f"data: {text}\n\n".encode()
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """What `work` returns; None if the client went away first: then it was cancelled, and has ended."""
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """What `work` returns; None if the client went away first: then it was cancelled, and has ended.
+
+    receive: the request's, whose body must have been read.
+    """
     task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_gone(request.receive))
+    watcher = asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -39,7 +41,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Re
 
 
 async def _gone(receive: Receive) -> None:
-    """Return when the client has gone. The body must have been read."""
+    """Return when the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -59,17 +61,10 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See the ASGI specification."""
-        sending = asyncio.ensure_future(self._send(send))
-        watcher = asyncio.ensure_future(_gone(receive))
         try:
-            await asyncio.wait((sending, watcher), return_when=asyncio.FIRST_COMPLETED)
+            await unless_gone(receive, self._send(send))
         finally:
             self._on_end()
-            for each in (watcher, sending):
-                each.cancel()
-            await asyncio.wait((sending, watcher))
-        if not sending.cancelled():
-            sending.result()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
