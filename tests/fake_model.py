@@ -25,6 +25,7 @@ from foredraft.engine.build import build_engine
 from foredraft.engine.engine import Engine
 from foredraft.engine.open_requests import OpenRequests
 from foredraft.models.attention import PagedAttention
+from foredraft.models.draft_head import DraftHead
 from foredraft.models.loader import load_checkpoint
 from foredraft.models.mtp import MtpModules
 from foredraft.models.target import TargetModel
@@ -95,10 +96,8 @@ class ScriptedDrafts(Drafter):
     `drafted` keeps every draft: request id, position, token.
     """
 
-    def __init__(
-        self, target: TargetModel, modules: MtpModules, storage: CacheStorage, vocab_size: int | None = None
-    ) -> None:
-        super().__init__(target, modules, storage, vocab_size)
+    def __init__(self, target: TargetModel, modules: MtpModules, storage: CacheStorage, head: DraftHead) -> None:
+        super().__init__(target, modules, storage, head)
         self.script: Script | None = None
         self.drafted: list[tuple[str, int, int]] = []
         self._previous: dict[str, int] = {}

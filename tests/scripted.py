@@ -11,6 +11,7 @@ from foredraft.cache.storage import CacheStorage
 from foredraft.config import EngineConfig
 from foredraft.engine.build import build_engine
 from foredraft.engine.engine import Engine
+from foredraft.models.draft_head import DraftHead
 from foredraft.models.loader import LoadedModel
 from foredraft.models.mtp import MtpModules
 from foredraft.models.target import TargetModel
@@ -26,10 +27,8 @@ class ScriptedDrafter(Drafter):
     continuations: whole sequences, prompt included, by request id. `seen` keeps every window with its drafts.
     """
 
-    def __init__(
-        self, target: TargetModel, modules: MtpModules, storage: CacheStorage, vocab_size: int | None = None
-    ) -> None:
-        super().__init__(target, modules, storage, vocab_size)
+    def __init__(self, target: TargetModel, modules: MtpModules, storage: CacheStorage, head: DraftHead) -> None:
+        super().__init__(target, modules, storage, head)
         self.vocab_size = target.vocab_size
         self.continuations: dict[str, Sequence[int]] = {}
         self.num_right: dict[str, int] = {}
@@ -61,8 +60,8 @@ def scripted_engine(loaded: LoadedModel, config: EngineConfig) -> tuple[Engine, 
     """An engine over `loaded` whose drafts follow a script."""
     made: list[ScriptedDrafter] = []
 
-    def make(target: TargetModel, modules: MtpModules, storage: CacheStorage, vocab_size: int | None) -> Drafter:
-        made.append(ScriptedDrafter(target, modules, storage, vocab_size))
+    def make(target: TargetModel, modules: MtpModules, storage: CacheStorage, head: DraftHead) -> Drafter:
+        made.append(ScriptedDrafter(target, modules, storage, head))
         return made[0]
 
     return build_engine(loaded, config, make), made[0]

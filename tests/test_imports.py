@@ -37,13 +37,24 @@ ALLOWED = {
     "records": set(),
     "cache": {"records"},
     "scheduler": {"records", "cache"},
-    "models": {"records", "cache.groups", "cache.storage"},
+    "kernels": set(),
+    "models": {"records", "cache.groups", "cache.storage", "kernels"},
     "sampling": {"records"},
     "speculation": {"records", "cache.storage", "models", "sampling"},
-    "runner": {"records", "cache", "models", "sampling", "speculation"},
-    "engine": {"records", "cache", "models", "runner", "sampling", "scheduler", "speculation"},
+    "runner": {"records", "cache", "kernels", "models", "sampling", "speculation"},
+    "engine": {"records", "cache", "kernels", "models", "runner", "sampling", "scheduler", "speculation"},
     "foredraft": {"records", "engine"},  # the package itself: its public names
-    "bench": {"records", "cache.block_tables", "cache.groups", "cache.manager", "engine", "foredraft", "scheduler"},
+    "bench": {
+        "records",
+        "cache.block_tables",
+        "cache.groups",
+        "cache.manager",
+        "engine",
+        "foredraft",
+        "kernels",
+        "models",
+        "scheduler",
+    },
     "server": {"records", "engine", "foredraft"},
     "cli": {"records", "engine", "foredraft", "bench", "server", "models.loader"},  # of the loader: CheckpointInfo
 }

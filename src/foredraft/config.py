@@ -17,6 +17,9 @@ DraftSampling = Literal["probabilistic", "greedy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 VerificationMethod = Literal["rejection", "block", "lossy-typical"]
 LoadFormat = Literal["auto", "dummy"]
+Quantization = Literal["none", "int8"]
+Execution = Literal["auto", "overlapped", "synchronous", "reference"]
+CudaGraphs = Literal["on-demand", "at-start", "off"]
 MAX_RATES = 256
 LOSSY_EPSILON, LOSSY_DELTA = 0.09, 0.3
 
@@ -36,6 +39,9 @@ class EngineConfig:
     )
     dtype: str = _setting("auto", f"one of {', '.join(DTYPES)}; auto is float32 on a CPU, else the checkpoint's")
     device: str = _setting("auto", "torch device; auto is cuda where there is one")
+    quantization: Quantization = _setting(
+        "none", "int8: linear layers of target and modules in 8 bits, on a CPU in float32; another target, faster"
+    )
     num_speculative_tokens: int | None = _setting(
         None, "most draft tokens a step (K), all modules if left out; 0 is plain decoding"
     )
@@ -60,6 +66,22 @@ class EngineConfig:
         "raw", "log-probabilities of the target's own logits (raw), or after options and filters (processed)"
     )
     draft_vocab_size: int | None = _setting(None, "draft among the first N token ids only (the frequent ones); faster")
+    draft_vocab: str | Path | None = _setting(
+        None,
+        "among the N that are frequent in a file: a .json list of token ids, or a text (.txt, .jsonl); builtin: those "
+        "of the built-in model",
+    )
+    draft_head_bits: int = _setting(
+        16, "8: draft with an int8 copy of the head, which is faster; 16: with its own numbers"
+    )
+    execution: Execution = _setting(
+        "auto",
+        "decode steps with state on the device: overlapped with the host's work (a GPU's default), or one by one "
+        "(synchronous); reference: each step by the host, to compare",
+    )
+    cuda_graphs: CudaGraphs = _setting(
+        "on-demand", "when the CUDA graphs of decode steps are captured: when first needed, at-start, or off: never"
+    )
     block_size: int = _setting(16, "rows in a cache block")
     num_blocks: int | None = _setting(None, "cache blocks of a group; a sliding window gets only what it can use")
     kv_cache_memory_bytes: int | None = _setting(None, "bytes for the paged cache; 2 GiB on a CPU if left out")
@@ -73,7 +95,7 @@ class EngineConfig:
     max_model_len: int | None = _setting(None, "most tokens of a sequence, prompt included; the model's if left out")
 
     def __post_init__(self) -> None:
-        for name in ("model", "mtp", "cache_dir"):
+        for name in ("model", "mtp", "cache_dir", "draft_vocab"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str | Path) or value == ""):
                 raise ConfigError(f"{name} must be a path or a name, not {value!r}")
@@ -85,6 +107,11 @@ class EngineConfig:
         _choice("verification", self.verification, get_args(VerificationMethod))
         _choice("logprobs_mode", self.logprobs_mode, get_args(LogprobsMode))
         _choice("load_format", self.load_format, get_args(LoadFormat))
+        _choice("execution", self.execution, get_args(Execution))
+        _choice("cuda_graphs", self.cuda_graphs, get_args(CudaGraphs))
+        _choice("quantization", self.quantization, get_args(Quantization))
+        if self.quantization == "int8" and self.dtype not in ("auto", "float32"):
+            raise ConfigError(f"quantization=int8 needs dtype=float32, for what lies between layers, not {self.dtype}")
         if self.load_format == "dummy" and self.model is None:
             raise ConfigError("load_format=dummy needs model: a directory with config.json")
         self._check_lossy()
@@ -92,7 +119,7 @@ class EngineConfig:
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError(f"enable_prefix_caching must be true or false, not {self.enable_prefix_caching!r}")
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
-        _at_least("draft_vocab_size", self.draft_vocab_size, 1)
+        self._check_draft_head()
         _at_least("block_size", self.block_size, 1)
         _at_least("num_blocks", self.num_blocks, 2)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
@@ -123,6 +150,12 @@ class EngineConfig:
             marks.append(f"acceptance by chance: {self.verification_name}")
         return tuple(marks)
 
+    def execution_on(self, device_type: str) -> Execution:
+        """How steps are run on a kind of device: as asked, else as measures best there."""
+        if self.execution != "auto":
+            return self.execution
+        return "overlapped" if device_type == "cuda" else "synchronous"
+
     def _check_synthetic(self) -> None:
         if self.synthetic_rates is not None and self.verification != "rejection":
             raise ConfigError(f"synthetic_acceptance takes the place of verification={self.verification}: give one")
@@ -136,6 +169,13 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be a number from 0 to 1, not {value!r:.40}")
             if self.verification != "lossy-typical":
                 raise ConfigError(f"{name} has no effect with verification={self.verification!r}")
+
+    def _check_draft_head(self) -> None:
+        _at_least("draft_vocab_size", self.draft_vocab_size, 1)
+        if self.draft_vocab is not None and self.draft_vocab_size is None:
+            raise ConfigError("draft_vocab needs draft_vocab_size: how many of its tokens to draft among")
+        if isinstance(self.draft_head_bits, bool) or self.draft_head_bits not in (8, 16):
+            raise ConfigError(f"draft_head_bits must be 16 or 8, not {self.draft_head_bits!r}")
 
     def _check_cache_size(self) -> None:
         share = self.gpu_memory_utilization
@@ -155,12 +195,15 @@ class EngineConfig:
             raise ConfigError("cache_dir needs cpu_cache_gib: what it holds is loaded into host memory")
 
     def check_device(self, device_type: str) -> None:
-        """Refuse a setting that would have no effect on the device that is used."""
+        """Refuse a setting that has no effect on the device that is used, or does not run there."""
         if self.gpu_memory_utilization is not None and device_type != "cuda":
             raise ConfigError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization} has no effect on {device_type}: "
                 f"set kv_cache_memory_bytes or num_blocks"
             )
+
+        if self.quantization == "int8" and device_type != "cpu":
+            raise ConfigError(f"quantization=int8 runs on a CPU only, not on {device_type}: set device=cpu")
 
     def check_rates(self, num_speculative_tokens: int) -> None:
         """Refuse rates for depths that no draft has."""

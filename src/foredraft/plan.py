@@ -118,6 +118,27 @@ class StepPlan:
     copies: tuple[BlockCopy, ...] = ()
 
 
+class AheadRequest(NamedTuple):
+    """One request's share of a decode step that is planned before the outcome of the one before it is known.
+
+    blocks: room for the most rows that both may compute. num_drafts: the most drafts that are verified; depth: how many
+    are made then, where the sequence leaves room for them.
+    """
+
+    terms: RequestTerms
+    blocks: tuple[tuple[int, ...], ...]
+    num_drafts: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class AheadPlan:
+    """A decode step of requests that are all in the step under way. Once that has been committed, the scheduler says
+    what plan this has become."""
+
+    requests: tuple[AheadRequest, ...]
+
+
 class RequestResult(NamedTuple):
     """What a step did for one request: `token_ids` accepted drafts first, then one token of the target's own.
 
@@ -151,6 +172,16 @@ class StepTimes:
     drafting: float = 0.0
     masks: float = 0.0
     num_masks: int = 0
+
+    def plus(self, other: StepTimes) -> StepTimes:
+        """The times of two parts of one step."""
+        return StepTimes(
+            self.target + other.target,
+            self.verification + other.verification,
+            self.drafting + other.drafting,
+            self.masks + other.masks,
+            self.num_masks + other.num_masks,
+        )
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from foredraft.cache.storage import CacheStorage
 from foredraft.config import DraftSampling, EngineConfig
 from foredraft.engine.build import build_engine
 from foredraft.engine.engine import Engine
+from foredraft.models.draft_head import DraftHead
 from foredraft.models.mtp import MtpModules
 from foredraft.models.target import TargetModel
 from foredraft.request import Request
@@ -43,7 +46,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint.load(tiny_llama(tmp_path_factory.mktemp("small"), vocab_size=8, num_modules=2, seed=2), 2)
 
 
-Make = Callable[[TargetModel, MtpModules, CacheStorage, int | None], Drafter]
+Make = Callable[[TargetModel, MtpModules, CacheStorage, DraftHead], Drafter]
 
 
 def engine_of(
@@ -52,6 +55,8 @@ def engine_of(
     depth: int = 3,
     draft_sampling: DraftSampling = "probabilistic",
     draft_vocab_size: int | None = None,
+    draft_vocab: Path | None = None,
+    draft_head_bits: int = 16,
     num_blocks: int = 64,
     max_num_seqs: int = 5,
     budget: int = 1024,
@@ -61,6 +66,8 @@ def engine_of(
         num_speculative_tokens=depth,
         draft_sampling=draft_sampling,
         draft_vocab_size=draft_vocab_size,
+        draft_vocab=draft_vocab,
+        draft_head_bits=draft_head_bits,
         block_size=4,
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
@@ -223,8 +230,8 @@ def test_greedy_drafts_are_accepted_as_often_as_the_target_would_emit_them(
 
     made: list[Counting] = []
 
-    def make(target: TargetModel, modules: MtpModules, storage: CacheStorage, vocab_size: int | None) -> Drafter:
-        made.append(Counting(llama.reference, target, modules, storage, vocab_size))
+    def make(target: TargetModel, modules: MtpModules, storage: CacheStorage, head: DraftHead) -> Drafter:
+        made.append(Counting(llama.reference, target, modules, storage, head))
         return made[0]
 
     engine = engine_of(llama, depth=1, draft_sampling="greedy", make=make, max_num_seqs=32)
@@ -273,14 +280,29 @@ def p_value(observed: Tensor, expected: Tensor) -> float:
     return float(stats.chi2.sf(chi_square, len(wanted) - 1))
 
 
-@pytest.mark.parametrize(("mode", "draft_vocab_size"), [*((mode, None) for mode in MODES), ("probabilistic", 5)])
+@pytest.mark.parametrize(
+    ("mode", "ranking", "bits"),
+    [
+        *((mode, None, 16) for mode in MODES),
+        *(("probabilistic", *head) for head in (([], 16), ([7, 2, 6], 16), ([4], 8))),
+    ],
+)
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
 def test_emitted_tokens_are_distributed_as_the_targets_own(
-    small: Checkpoint, mode: DraftSampling, draft_vocab_size: int | None, top_p: float
+    small: Checkpoint, tmp_path: Path, mode: DraftSampling, ranking: list[int] | None, bits: int, top_p: float
 ) -> None:
+    """ranking: where it is not None, drafts are made among five tokens of eight, first those that it names."""
     prompt = [1, 2, 3]
+    (tmp_path / "ranking.json").write_text(json.dumps(ranking))
     engine = engine_of(
-        small, depth=2, draft_sampling=mode, draft_vocab_size=draft_vocab_size, max_num_seqs=256, num_blocks=1024
+        small,
+        depth=2,
+        draft_sampling=mode,
+        draft_vocab_size=None if ranking is None else 5,
+        draft_vocab=tmp_path / "ranking.json" if ranking else None,
+        draft_head_bits=bits,
+        max_num_seqs=256,
+        num_blocks=1024,
     )
     params = [SamplingParams(max_tokens=4, temperature=3.0, top_p=top_p, seed=seed) for seed in range(NUM_SEEDS)]
     requests = serve(engine, [prompt] * NUM_SEEDS, params)

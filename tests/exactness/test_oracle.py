@@ -8,15 +8,12 @@ row was computed from. Deliberate faults in the rule show that it notices.
 from __future__ import annotations
 
 import random
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
-from pathlib import Path
+from functools import cache
 from typing import ClassVar
 
 import pytest
-import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -27,18 +24,13 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from scripted import greedy_sequence, held_rows, scripted_engine
-from tiny_models import tiny_alternating, tiny_glm4_moe, tiny_llama, tiny_mistral
-from torch import Tensor
+from prefill_oracle import Account, compare_with_prefill, model, plain_engine
+from scripted import greedy_sequence, scripted_engine
 
 from foredraft.cache.block_tables import RowDemand
 from foredraft.cache.prefix_match import PrefixMatch
-from foredraft.cache.storage import LayerKV
 from foredraft.config import EngineConfig
-from foredraft.engine.build import build_engine
-from foredraft.engine.engine import Engine
 from foredraft.exactness import ExactRows
-from foredraft.models.loader import LoadedModel, load_checkpoint
 from foredraft.request import Request, RequestStatus
 from foredraft.sampling.sampler import SamplingTensors
 from foredraft.sampling.sampling_state import SamplingState
@@ -60,67 +52,8 @@ FAULTY = settings(ORACLE, phases=(Phase.generate,), report_multiple_bugs=False, 
 
 
 @cache
-def model(kind: str) -> LoadedModel:
-    """A tiny random checkpoint, loaded once."""
-    builders: dict[str, Callable[..., Path]] = {
-        "llama": tiny_llama,
-        "mistral": tiny_mistral,
-        "alternating": partial(tiny_alternating, sliding_window=8),
-        "glm4_moe": tiny_glm4_moe,
-    }
-    modules = {} if kind == "glm4_moe" else {"num_modules": 4}
-    with tempfile.TemporaryDirectory() as directory:
-        path = builders[kind](Path(directory) / kind, **modules)
-        return load_checkpoint(path, dtype=torch.float32, device=torch.device("cpu"))
-
-
-@cache
-def plain_engine(kind: str) -> Engine:
-    """An engine with a wide budget, for whole prefills and plain decoding."""
-    depth = 3 if kind == "glm4_moe" else None
-    config = EngineConfig(
-        num_speculative_tokens=depth, num_blocks=64, block_size=8, max_num_seqs=1, enable_prefix_caching=False
-    )
-    return build_engine(model(kind), config)
-
-
-@cache
 def sequence(kind: str, prompt: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(greedy_sequence(plain_engine(kind), prompt, MAX_NEW_TOKENS + 8))
-
-
-class Account:
-    """Which tokens each module row was computed from, by watching the passes: the rule without its algebra."""
-
-    def __init__(self, num_modules: int) -> None:
-        self.rows: list[dict[int, tuple[int, ...]]] = [{} for _ in range(num_modules)]
-        self.origin = 0
-
-    def begin(self, origin: int = 0) -> None:
-        """Nothing is there, and the first row to come is `origin`."""
-        self.origin = origin
-        self.drop(0)
-
-    def drop(self, first_row: int) -> None:
-        """Rows from `first_row` on are given up."""
-        for depth, rows in enumerate(self.rows):
-            self.rows[depth] = {row: tokens for row, tokens in rows.items() if row < first_row}
-
-    def share(self, token_ids: Sequence[int], match: PrefixMatch) -> None:
-        """The rows that a prefix hit brings; whether they are right, the comparison with a prefill tells."""
-        self.begin(match.module_origin)
-        for depth in range(1, match.module_depth + 1):
-            for row in range(match.num_module_rows):
-                self.rows[depth - 1][row] = tuple(token_ids[: row + depth + 1])
-
-    def num_exact_rows(self, token_ids: list[int], num_computed: int) -> tuple[int, ...]:
-        counts = []
-        for depth, rows in enumerate(self.rows, start=1):
-            row = self.origin
-            while row < num_computed and rows.get(row) == tuple(token_ids[: row + depth + 1]):
-                row += 1
-            counts.append(row)
-        return tuple(counts)
 
 
 class Oracle(RuleBasedStateMachine):
@@ -275,58 +208,10 @@ class Oracle(RuleBasedStateMachine):
             if request.status is not RequestStatus.RUNNING:
                 continue
             self.check_counts(request)
-            self.compare_with_prefill(request)
+            compare_with_prefill(self.engine, self.kind, request)
 
     def check_counts(self, request: Request) -> None:
-        account = self.accounts[request.request_id]
-        possible = account.num_exact_rows(request.token_ids, request.num_computed_tokens)
-        origin = account.origin  # a module that begins at a row has none before it: that row and 0 mean the same
-        counts = tuple(max(origin, count) for count in request.exact.num_exact_rows)
-        assert counts == possible, "the counts are not as large as the history allows"
-
-    def compare_with_prefill(self, request: Request) -> None:
-        fresh = plain_engine(self.kind)
-        prefilled = fresh.add_request("fresh", request.token_ids, SamplingParams(max_tokens=8, ignore_eos=True))
-        fresh.step()
-        try:
-            self.compare(fresh, prefilled, request)
-        finally:
-            fresh.abort("fresh")
-
-    def compare(self, fresh: Engine, prefilled: Request, request: Request) -> None:
-        ours, theirs = self.engine.runner.storage, fresh.runner.storage
-        computed = request.num_computed_tokens
-        for layer, group in enumerate(ours.layout.group_of_layer):
-            our_slots, their_slots = self.common_rows(fresh, request, group, computed)
-            assert_rows_equal(ours.target[layer], our_slots, theirs.target[layer], their_slots)
-        for module, count in enumerate(request.exact.num_exact_rows):
-            assert count <= prefilled.exact.num_exact_rows[module]
-            our_slots, their_slots = self.common_rows(fresh, request, ours.layout.group_of_module[module], count)
-            num_inexact = self.num_inexact_rows(request, module, count - len(our_slots))
-            our_slots, their_slots = our_slots[num_inexact:], their_slots[num_inexact:]
-            assert_rows_equal(ours.modules[module], our_slots, theirs.modules[module], their_slots)
-
-    def num_inexact_rows(self, request: Request, module: int, first: int) -> int:
-        """How many rows from `first` on are not exact because windows before them reach beyond where they began."""
-        origin, rebuild_rows = request.exact.origin, self.engine.cache.layout.rebuild_rows[module]
-        return max(0, origin + (rebuild_rows or 0) - module - first) if origin else 0
-
-    def common_rows(self, fresh: Engine, request: Request, group: int, end: int) -> tuple[Tensor, Tensor]:
-        """The slots in either engine of the rows before `end` that both hold."""
-        our_first, our_slots = held_rows(self.engine, request.request_id, group, end)
-        their_first, their_slots = held_rows(fresh, "fresh", group, end)
-        first = max(our_first, their_first)
-        return our_slots[first - our_first :], their_slots[first - their_first :]
-
-
-def assert_rows_equal(ours: LayerKV, our_slots: torch.Tensor, theirs: LayerKV, their_slots: torch.Tensor) -> None:
-    for our_rows, their_rows in (
-        (ours.key[our_slots], theirs.key[their_slots]),
-        (ours.value[our_slots], theirs.value[their_slots]),
-    ):
-        if our_rows.numel():
-            bound = 1e-5 * their_rows.abs().max()
-            assert (our_rows - their_rows).abs().max() <= bound, "a row that is counted as exact is not"
+        self.accounts[request.request_id].check_counts(request, request.token_ids)
 
 
 def walk(machine: Oracle, chance: random.Random) -> None:

@@ -20,6 +20,7 @@ from foredraft.config import EngineConfig
 from foredraft.engine import build
 from foredraft.errors import ConfigError
 from foredraft.models.attention import PagedAttention
+from foredraft.models.draft_head import DraftHead
 from foredraft.models.loader import load_checkpoint
 from foredraft.models.mtp import MtpModules
 from foredraft.models.target import TargetModel
@@ -82,24 +83,30 @@ class Watched:
         self._watch()
 
     def _watch(self) -> None:
-        forward, logits = self.target.forward, self.target.logits
+        forward = self.target.forward
 
         def watched(token_ids: Tensor, positions: Tensor, paged: PagedAttention) -> Tensor:
             self.target_rows.append(positions)
             return forward(token_ids, positions, paged)
 
-        def watched_logits(hidden: Tensor) -> Tensor:
+        self.target.forward = watched  # type: ignore[method-assign]
+        self.target.logits = self._counted(self.target.logits)  # type: ignore[assignment, method-assign]
+
+    def _counted(self, logits: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def watched(hidden: Tensor) -> Tensor:
             self.logit_rows.append(len(hidden))
             return logits(hidden)
 
-        self.target.forward = watched  # type: ignore[method-assign]
-        self.target.logits = watched_logits  # type: ignore[method-assign]
+        return watched
 
     def make_runner(self, storage: CacheStorage) -> ModelRunner:
         self.storages.append(weakref.ref(storage))
         if self.modules is None:
             return ModelRunner(self.target, None, storage)
-        drafter = Drafter(self.target, self.modules, storage, self.demand.config.draft_vocab_size)
+        size = self.demand.config.draft_vocab_size
+        head = DraftHead.build(self.target.head_weights[0][:size])
+        head.logits = self._counted(head.logits)  # type: ignore[assignment, method-assign]
+        drafter = Drafter(self.target, self.modules, storage, head)
         run = drafter.run
 
         def watched(windows: list[Window], *args: Any) -> Drafts:

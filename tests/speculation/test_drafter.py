@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from foredraft.models.draft_head import DraftHead
 from foredraft.sampling.sampler import SamplingTensors
 from foredraft.speculation.drafter import Drafter, Window
 
@@ -14,7 +15,8 @@ def drawn(num_tokens: int, index: int) -> torch.Tensor:
     """Draft number `index` of cycles at so many tokens, all tokens being equally likely; a seed for each window."""
     window = Window("request", 0, 0, num_tokens, (), (), 1, 8, 0, torch.empty(0), {})
     sampling = SamplingTensors.from_params([(1.0, 0, 1.0, seed) for seed in range(NUM_WINDOWS)])
-    drafter = object.__new__(Drafter)  # what it chooses depends on its arguments alone
+    drafter = object.__new__(Drafter)  # what it chooses depends on its arguments and on the tokens of its head
+    drafter._head = DraftHead.build(torch.zeros(1, 1))
     token_ids, probs = drafter.choose(index, [window] * NUM_WINDOWS, torch.zeros(NUM_WINDOWS, VOCAB_SIZE), sampling)
     assert probs is not None
     return token_ids

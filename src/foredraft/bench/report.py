@@ -27,6 +27,7 @@ def write_report(file: Path, benchmark: str, llm: LLM, results: dict[str, Any]) 
         "device": str(llm.device),
         "num_mtp_modules": llm.info.num_mtp_modules,
         "load_format": llm.config.load_format,
+        "quantization": llm.config.quantization,
         "verification": llm.engine.limits.verification,
     }
     _write(file, benchmark, {"model": model, **results})

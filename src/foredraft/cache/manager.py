@@ -352,6 +352,11 @@ class CacheManager:
                     self._touch_host(part)
             self._index.prune(node)
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether the next step must make copies first."""
+        return bool(self._copies)
+
     def take_copies(self) -> tuple[BlockCopy, ...]:
         """Copies between device and host that the next step must make first, in this order."""
         copies = tuple(self._copies)

@@ -14,6 +14,7 @@ import typer
 
 from foredraft import __version__
 from foredraft.cli.bench import bench_app
+from foredraft.cli.draft_vocab import draft_vocab
 from foredraft.cli.generate import generate
 from foredraft.cli.info import info
 from foredraft.cli.serve import serve
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(info)
+app.command()(draft_vocab)
 app.command()(serve)
 app.add_typer(bench_app)
 

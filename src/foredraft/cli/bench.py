@@ -9,6 +9,7 @@ import typer
 
 from foredraft.bench.prompts import CHAT_PROMPTS, DEFAULT_PROMPTS, read_prompts
 from foredraft.cli.bench_compare import acceptance, compare
+from foredraft.cli.bench_gpu import floor, peers, trace
 from foredraft.cli.bench_options import (
     MaxTokens,
     NumPrompts,
@@ -22,6 +23,7 @@ from foredraft.cli.bench_options import (
     with_progress,
     write,
 )
+from foredraft.cli.bench_perplexity import perplexity
 from foredraft.cli.bench_sampling import grammar, processors, structured, verification
 from foredraft.cli.bench_serving import offline, overhead, serve
 from foredraft.cli.display import open_console
@@ -154,5 +156,19 @@ def cache(
     write(output, "cache", llm, {"settings": settings, **result.to_dict()})
 
 
-for command in (acceptance, compare, verification, structured, processors, grammar, serve, offline, overhead):
+for command in (
+    acceptance,
+    compare,
+    verification,
+    structured,
+    processors,
+    grammar,
+    serve,
+    offline,
+    overhead,
+    perplexity,
+    floor,
+    trace,
+    peers,
+):
     bench_app.command()(command)

@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from foredraft.cache.groups import CacheLayout
@@ -16,9 +17,13 @@ from foredraft.cache.persistence import load_cache
 from foredraft.cache.snapshot import Signature
 from foredraft.cache.storage import CacheStorage
 from foredraft.config import LOSSY_DELTA, LOSSY_EPSILON, EngineConfig
+from foredraft.engine.draft_vocabulary import build_draft_head
 from foredraft.engine.engine import Engine, EngineLimits, KeptCache
 from foredraft.engine.text_tools import TextTools
 from foredraft.errors import ConfigError
+from foredraft.kernels.decode_ops import decode_kernels_of
+from foredraft.kernels.ops import kernels_of
+from foredraft.models.draft_head import DraftHead
 from foredraft.models.fingerprint import fingerprint
 from foredraft.models.loader import LoadedModel
 from foredraft.models.mtp import MtpModules
@@ -26,6 +31,8 @@ from foredraft.models.target import TargetModel
 from foredraft.runner.memory import CPU_CACHE_BYTES, CacheDemand, CacheSize, size_cache
 from foredraft.runner.model_runner import ModelRunner, RunnerSettings
 from foredraft.runner.profiling import GPU_MEMORY_UTILIZATION, measure_memory, profile_memory
+from foredraft.runner.resident.decoder import ResidentDecoder
+from foredraft.runner.resident.step import ResidentModel
 from foredraft.runner.verification import VerificationSettings
 from foredraft.sampling.grammar import GrammarCompiler
 from foredraft.scheduler.scheduler import Scheduler, SchedulerLimits
@@ -37,7 +44,7 @@ _logger = logging.getLogger(__name__)
 def build_engine(
     loaded: LoadedModel,
     config: EngineConfig,
-    drafter_type: Callable[[TargetModel, MtpModules, CacheStorage, int | None], Drafter] = Drafter,
+    drafter_type: Callable[[TargetModel, MtpModules, CacheStorage, DraftHead], Drafter] = Drafter,
     target_type: Callable[[PreTrainedModel], TargetModel] = TargetModel,
 ) -> Engine:
     """Put an engine together for a loaded checkpoint. Raises ConfigError for settings that do not fit it."""
@@ -48,16 +55,41 @@ def build_engine(
     max_depth = resolve_depth(config, modules.num_modules if modules is not None else 0)
     config.check_depth(max_depth)
     config.check_rates(max_depth)
-    if config.draft_vocab_size is not None and config.draft_vocab_size > target.vocab_size:
-        raise ConfigError(f"draft_vocab_size={config.draft_vocab_size} is more than the {target.vocab_size} token ids")
+    draft_head = build_draft_head(config, loaded, target)
     module_shapes = modules.kv_shapes if modules is not None else ()
     layout = CacheLayout.build(target.kv_shapes, module_shapes, target.hidden_size, target.dtype)
 
     tools = _text_tools(loaded, target.vocab_size)
-    runner_settings = RunnerSettings(_verification_settings(config), tools.compiler)
+    verification = _verification_settings(config, draft_head.token_ids)
+    execution = config.execution_on(target.device.type)
+    max_positions = min(
+        config.max_model_len or loaded.info.max_position_embeddings, loaded.info.max_position_embeddings
+    )
+    if execution != "reference":
+        target.fuse(max_positions)
+        if modules is not None and target.fused is not None:
+            modules.fuse(target.fused)
+
+    def make_resident(storage: CacheStorage) -> ResidentDecoder:
+        model = ResidentModel(
+            target,
+            modules,
+            storage,
+            draft_head,
+            verification,
+            max_positions,
+            kernels_of(target.device),
+            decode_kernels_of(target.device),
+        )
+        max_blocks = -(-max_positions // config.block_size) + 1
+        use_graphs = config.cuda_graphs != "off"
+        return ResidentDecoder(model, config.max_num_seqs, max_depth, max_blocks, use_graphs=use_graphs)
+
+    is_resident = execution != "reference" and drafter_type is Drafter
+    runner_settings = RunnerSettings(verification, tools.compiler, make_resident if is_resident else None)
 
     def make_runner(storage: CacheStorage, host_storage: CacheStorage | None = None) -> ModelRunner:
-        drafter = drafter_type(target, modules, storage, config.draft_vocab_size) if modules is not None else None
+        drafter = drafter_type(target, modules, storage, draft_head) if modules is not None else None
         return ModelRunner(target, drafter, storage, host_storage, runner_settings)
 
     demand = CacheDemand(config, layout, max_depth, loaded.info.max_position_embeddings)
@@ -82,7 +114,8 @@ def build_engine(
     limits = EngineLimits(
         target.vocab_size, size.max_model_len, max_depth, loaded.eos_token_ids, config.verification_name
     )
-    return Engine(runner, Scheduler(cache, scheduler_limits), cache, limits, size, kept, tools)
+    scheduler, overlaps = Scheduler(cache, scheduler_limits), execution == "overlapped"
+    return Engine(runner, scheduler, cache, limits, size, kept, tools, overlaps=overlaps)
 
 
 def _warn_of_unreal_output(config: EngineConfig) -> None:
@@ -102,7 +135,7 @@ def _text_tools(loaded: LoadedModel, vocab_size: int) -> TextTools:
     return TextTools(loaded.tokenizer, GrammarCompiler(loaded.tokenizer, vocab_size, loaded.eos_token_ids))
 
 
-def _verification_settings(config: EngineConfig) -> VerificationSettings:
+def _verification_settings(config: EngineConfig, drafted_token_ids: Tensor | None) -> VerificationSettings:
     return VerificationSettings(
         method=config.verification,
         greedy_drafts=config.draft_sampling == "greedy",
@@ -110,6 +143,7 @@ def _verification_settings(config: EngineConfig) -> VerificationSettings:
         delta=LOSSY_DELTA if config.lossy_delta is None else config.lossy_delta,
         logprobs_mode=config.logprobs_mode,
         synthetic_rates=config.synthetic_rates,
+        drafted_token_ids=drafted_token_ids,
     )
 
 

@@ -17,10 +17,11 @@ from foredraft.engine.output_text import OutputText
 from foredraft.engine.text_tools import NO_TEXTS, TextTools
 from foredraft.errors import ForedraftError, RequestError, described, shown
 from foredraft.exactness import ExactRows
-from foredraft.plan import RequestResult, RequestTerms, StepPlan, StepResult
+from foredraft.plan import AheadPlan, RequestResult, RequestTerms, StepPlan, StepResult
 from foredraft.request import Request
 from foredraft.runner.memory import CacheSize
 from foredraft.runner.model_runner import ModelRunner
+from foredraft.runner.resident.decoder import Flight
 from foredraft.sampling.philox import seed_of_choice
 from foredraft.sampling_params import MAX_SEED, SamplingParams
 from foredraft.scheduler.scheduler import Committed, Scheduler
@@ -65,6 +66,8 @@ class Engine:
         cache_size: CacheSize,
         kept: KeptCache | None = None,
         texts: TextTools = NO_TEXTS,
+        *,
+        overlaps: bool = False,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -76,6 +79,8 @@ class Engine:
         self._texts: dict[str, OutputText] = {}
         self.reset_stats()
         self._num_arrivals = 0
+        self._overlaps = overlaps
+        self._under_way: tuple[AheadPlan, Flight] | None = None
         self._is_stepping = False
         self._aborted_within_step: list[str] = []
         self._has_lost_cache = False
@@ -173,10 +178,7 @@ class Engine:
         started = time.perf_counter()
         before = self._scheduler_counts()
         with self._whole():
-            plan = self.scheduler.plan()
-            if not plan.requests:
-                raise RuntimeError(f"no request can proceed: {self.scheduler.unfinished_ids}")
-            result = self.runner.execute(plan)
+            plan, result = self._run()
             result, ends = self._add_texts(plan, result)
             committed = self.scheduler.commit(plan, result, ends)
             for update in committed:
@@ -187,6 +189,24 @@ class Engine:
             setattr(self.stats, name, getattr(self.stats, name) + count - earlier)
         self.stats.observe_step(result.times, time.perf_counter() - started)
         return committed
+
+    def _run(self) -> tuple[StepPlan, StepResult]:
+        """Run the next step to its end; where steps overlap, the one after it has been launched when this returns."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            plan: StepPlan | AheadPlan = self.scheduler.plan()
+            if not plan.requests:
+                raise RuntimeError(f"no request can proceed: {self.scheduler.unfinished_ids}")
+            flight = self.runner.launch(plan) if self._overlaps else None
+            if flight is None:
+                return plan, self.runner.execute(plan)
+        else:
+            plan, flight = under_way
+        if (ahead := self.scheduler.plan_ahead(plan)) is not None:
+            self._under_way = ahead, self.runner.launch_ahead(ahead)
+        if isinstance(plan, AheadPlan):
+            plan = self.scheduler.resolve(plan)
+        return plan, self.runner.collect(plan, flight)
 
     def _add_texts(self, plan: StepPlan, result: StepResult) -> tuple[StepResult, dict[str, int]]:
         """Turn new tokens into text. Returns how many tokens stay where a stop string is complete, by request.
@@ -246,6 +266,7 @@ class Engine:
 
     def _forget_all(self) -> None:
         """No request is left: nor is anything of those that a broken-off change had taken out already."""
+        self._under_way = None
         self.runner.forget_all()
         for text in self._texts.values():
             with suppress(Exception):

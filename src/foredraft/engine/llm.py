@@ -18,6 +18,7 @@ from foredraft.engine.open_requests import OpenRequests
 from foredraft.errors import ConfigError, RequestError
 from foredraft.models.builtin import BUILTIN_NAME, builtin_checkpoint, builtin_mtp_directory
 from foredraft.models.loader import CheckpointInfo, inspect_checkpoint, load_checkpoint
+from foredraft.models.quantization import quantize_linear_layers
 from foredraft.outputs import Choice, RequestOutput, StreamChunk
 from foredraft.runner.memory import CacheSize
 from foredraft.sampling_params import SamplingParams
@@ -50,6 +51,9 @@ class LLM:
         loaded = load_checkpoint(
             path, mtp, num_modules=num_modules, dtype=self.dtype, device=self.device, load_format=config.load_format
         )
+        if config.quantization == "int8":
+            quantize_linear_layers(loaded.target, loaded.mtp)
+        self.loaded = loaded
         self.tokenizer: PreTrainedTokenizerBase | None = loaded.tokenizer
         self.requests = OpenRequests(build_engine(loaded, config))
 

@@ -7,9 +7,10 @@ needs is one `PagedAttention` object, handed through transformers' keyword argum
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,10 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from foredraft.cache.groups import CacheGroup
-from foredraft.cache.storage import LayerKV
+from foredraft.cache.storage import CacheStorage, LayerKV
 from foredraft.errors import ModelLoadError
+from foredraft.kernels.lanes import Lanes
+from foredraft.kernels.ops import Kernels, kernels_of
 
 ATTENTION_NAME = "foredraft_paged"
 
@@ -60,18 +63,41 @@ class AttentionGroup:
 @dataclass(frozen=True)
 class GroupRows:
     """What a pass does in the layers of one cache group: `slots` [T] take each row's key and value, and `attention`
-    covers all T rows."""
+    covers all T rows: as rectangles, or as lanes for the kernels that read block tables, which need the `window`."""
 
     slots: Tensor
-    attention: tuple[AttentionGroup, ...]
+    attention: tuple[AttentionGroup, ...] | Lanes
+    window: int | None = None
+
+
+class Rotation(NamedTuple):
+    """How the rows of a pass become queries and keys: their positions, the rotary tables [P, size], the heads that lie
+    in a row of query, key and value, and the norms of each head [head_dim], if there are any."""
+
+    positions: Tensor
+    cos: Tensor
+    sin: Tensor
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
 
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """All that the layers of one forward pass need to know; `kv` and `rows` have an entry a layer, by `layer_idx`."""
+    """All that the layers of one forward pass need to know; `kv` and `rows` have an entry a layer, by `layer_idx`.
+
+    block_size: rows of a block, where `rows` are lanes. kernels: those of the device if left out. dtype: what queries,
+    keys and values are converted to before they meet, if it is not their own.
+    """
 
     kv: Sequence[LayerKV]
     rows: Sequence[GroupRows]
+    block_size: int = 0
+    kernels: Kernels | None = None
+    dtype: torch.dtype | None = None
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
@@ -80,34 +106,58 @@ class PagedAttention:
 
         `window` is the one that the cache group of the layer was made for.
         """
-        kv, group_rows = self.kv[layer_idx], self.rows[layer_idx]
+        kv, slots = self.kv[layer_idx], self.rows[layer_idx].slots
         num_rows = query.shape[2]
-        kv.key.index_copy_(0, group_rows.slots, key[0].transpose(0, 1).reshape(num_rows, -1))
-        kv.value.index_copy_(0, group_rows.slots, value[0].transpose(0, 1).reshape(num_rows, -1))
-        rows, groups = query[0].transpose(0, 1), group_rows.attention
+        kv.key.index_copy_(0, slots, key[0].transpose(0, 1).reshape(num_rows, -1))
+        kv.value.index_copy_(0, slots, value[0].transpose(0, 1).reshape(num_rows, -1))
+        return self._attend(layer_idx, query[0].transpose(0, 1), scale).unsqueeze(0)
+
+    def attend_rotated(self, layer_idx: int, qkv: Tensor, rotation: Rotation, scale: float) -> Tensor:
+        """The same for rows as a projection leaves them, qkv [T, heads * dim]: turn, store and attend; [T, heads *
+        dim]."""
+        kv = self.kv[layer_idx]
+        positions, cos, sin, *heads = rotation
+        kernels = self.kernels or kernels_of(qkv.device)
+        slots = self.rows[layer_idx].slots
+        query = kernels.rotate_and_store(qkv, positions, cos, sin, kv.key, kv.value, slots, *heads)
+        return self._attend(layer_idx, query, scale).flatten(1)
+
+    def _attend(self, layer_idx: int, query: Tensor, scale: float) -> Tensor:
+        """query [T, heads, dim] -> [T, heads, value_dim]; keys and values are stored."""
+        if self.dtype is not None and query.dtype != self.dtype:
+            return self._attend(layer_idx, query.to(self.dtype), scale).to(query.dtype)
+        kv, rows = self.kv[layer_idx], self.rows[layer_idx]
+        groups = rows.attention
+        if isinstance(groups, Lanes):
+            kernels = self.kernels or kernels_of(query.device)
+            return kernels.paged_attention(
+                query.contiguous(), kv.key, kv.value, groups, self.block_size, scale, rows.window
+            )
         if len(groups) == 1 and groups[0].real is None:
-            return _attend_group(groups[0], kv, rows, scale).unsqueeze(0)
-        output = rows.new_empty(num_rows, rows.shape[1], value.shape[-1])
+            return _attend_group(groups[0], kv, query, scale)
+        output = query.new_empty(*query.shape[:2], kv.value.shape[1] // kv.num_kv_heads)
         for group in groups:
-            attended = _attend_group(group, kv, rows.index_select(0, group.rows), scale)
+            attended = _attend_group(group, kv, query.index_select(0, group.rows), scale)
             if group.real is None:
                 output.index_copy_(0, group.rows, attended)
             else:
                 output.index_copy_(0, group.rows.index_select(0, group.real), attended.index_select(0, group.real))
-        return output.unsqueeze(0)
+        return output
 
 
 def _attend_group(group: AttentionGroup, kv: LayerKV, query: Tensor, scale: float) -> Tensor:
-    """query [B * Q, heads, dim] -> [B * Q, heads, value_dim].
+    """query [B * Q, heads, dim] -> [B * Q, heads, value_dim], in the query's dtype.
 
     The heads that share a key head are folded into its query rows, so keys are never repeated in memory.
     """
     batch, kv_heads = group.num_requests, kv.num_kv_heads
     num_queries, heads, dim = query.shape[0] // batch, query.shape[1], query.shape[2]
     fold = heads // kv_heads
-    keys = kv.key.index_select(0, group.slots).view(batch, -1, kv_heads, dim).transpose(1, 2)
-    values = kv.value.index_select(0, group.slots).view(batch, keys.shape[2], kv_heads, -1).transpose(1, 2)
+    keys, values = (rows.index_select(0, group.slots).to(query.dtype) for rows in (kv.key, kv.value))
+    keys = keys.view(batch, -1, kv_heads, dim).transpose(1, 2)
+    values = values.view(batch, keys.shape[2], kv_heads, -1).transpose(1, 2)
     mask = group.masks[fold]
+    mask = None if mask is None else mask.to(query.dtype)
     if num_queries == 1:  # plain decoding: folded as it lies
         folded = query.view(batch, kv_heads, fold, dim)
         attended = F.scaled_dot_product_attention(folded, keys, values, mask, scale=scale)
@@ -120,12 +170,19 @@ def _attend_group(group: AttentionGroup, kv: LayerKV, query: Tensor, scale: floa
 
 
 def group_rows(
+    storage: CacheStorage, group: int, slots: Tensor, spans: Sequence[RowSpan], device: torch.device
+) -> GroupRows:
+    """What a pass over `spans`, whose new rows go to `slots` [T], does in cache group number `group`."""
+    if device.type == "cuda":
+        return _lane_rows(storage.layout.groups[group], slots, spans, storage.block_size, device)
+    return _rectangles(storage.layout.groups[group], slots, spans, storage.layout.dtype, device)
+
+
+def _rectangles(
     group: CacheGroup, slots: Tensor, spans: Sequence[RowSpan], dtype: torch.dtype, device: torch.device
 ) -> GroupRows:
-    """What a pass over `spans`, whose new rows go to `slots` [T], does in one cache group.
-
-    Requests are taken together whose row counts and lengths round up to the same powers of two. Padding thus at most
-    doubles either side, and a batch of decodes costs one attention call a layer.
+    """For torch's attention. Requests are taken together whose row counts and lengths round up to the same powers of
+    two. Padding thus at most doubles either side, and a batch of decodes costs one attention call a layer.
     """
     window = group.shapes[0].window
     folds = frozenset(shape.fold for shape in group.shapes)
@@ -137,6 +194,24 @@ def group_rows(
         first_row += span.num_rows
     attention = tuple(_attention_group(members, window, folds, dtype, device) for members in buckets.values())
     return GroupRows(slots.to(device), attention)
+
+
+def _lane_rows(
+    group: CacheGroup, slots: Tensor, spans: Sequence[RowSpan], block_size: int, device: torch.device
+) -> GroupRows:
+    """For kernels that read block tables: a lane for each span. All of it is one copy to the device."""
+    tables = [span.slots[::block_size] // block_size for span in spans]
+    width = max(len(table) for table in tables)
+    packed = torch.zeros(len(spans) * (width + 4), dtype=torch.int32)
+    for row, table in zip(packed[: len(spans) * width].view(-1, width), tables):
+        row[: len(table)] = table
+    numbers = [(span.end - span.num_rows, span.num_rows, span.origin) for span in spans]
+    first_rows, num_rows, origins = (list(column) for column in zip(*numbers))
+    flat_rows = [0, *itertools.accumulate(num_rows)][:-1]
+    packed[len(spans) * width :] = torch.tensor([*first_rows, *num_rows, *flat_rows, *origins], dtype=torch.int32)
+    parts = packed.to(device).split([len(spans) * width, *(len(spans),) * 4])
+    lanes = Lanes(parts[0].view(-1, width), *parts[1:], max_num_rows=max(num_rows))
+    return GroupRows(slots.to(device), lanes, group.shapes[0].window)
 
 
 def _attention_group(

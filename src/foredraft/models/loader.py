@@ -140,7 +140,7 @@ def load_checkpoint(
             modules = dummy.build_mtp(target, wanted, dtype, device)
         elif wanted and source is not None:
             modules = build_mtp_model(target, source, wanted, dtype, device)
-    tokenizer = _load_tokenizer(info.path)
+    tokenizer = load_tokenizer(info.path)
     return LoadedModel(target, modules, info.num_mtp_modules, tokenizer, info, _eos_token_ids(target))
 
 
@@ -315,7 +315,8 @@ def _quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in a checkpoint's directory, None if there is none. ModelLoadError."""
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         return None
     try:

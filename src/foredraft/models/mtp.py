@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from transformers.modeling_layers import MtpModel
 
 from foredraft.cache.groups import KVShape
 from foredraft.models.attention import PagedAttention
+from foredraft.models.fused_model import FusedDecoder, FusedModules, OwnRows, is_close
+from foredraft.models.quantization import attention_dtype
 from foredraft.models.target import AttentionProbe
 
 
@@ -18,8 +21,25 @@ class MtpModules:
 
     def __init__(self, mtp: MtpModel) -> None:
         self._mtp = mtp
+        self._fused: FusedModules | None = None
+        self._attention_dtype = attention_dtype(mtp)
         self.num_modules = len(mtp.layers)
         self.kv_shapes = self._probe()
+
+    def fuse(self, target: FusedDecoder) -> None:
+        """Run in fused form from now on, if the modules are of a kind that has one and it computes the same."""
+        fused = FusedModules.of(self._mtp, target)
+        if fused is not None and all(self._equals(module, fused, target) for module in range(self.num_modules)):
+            self._fused = fused
+
+    def _equals(self, module: int, fused: FusedModules, target: FusedDecoder) -> bool:
+        rows = OwnRows.new(target.kernels)
+        weight = self._mtp.embed_tokens.get_parameter("weight")
+        token_ids = torch.arange(4, device=weight.device) % weight.shape[0]
+        hidden = weight[token_ids.flip(0)]
+        with torch.inference_mode():
+            own = fused.forward(module, token_ids, token_ids, hidden, rows)
+            return is_close(own, self.forward(module, token_ids, token_ids, hidden, rows))
 
     def forward(
         self, module: int, token_ids: Tensor, positions: Tensor, hidden: Tensor, paged: PagedAttention
@@ -29,6 +49,10 @@ class MtpModules:
         token_ids [T] the tokens one further per depth than the rows; positions [T] theirs; hidden [T, hidden_size]
         the previous depth's output at the rows (h0 for the first). Returns [T, hidden_size], what the head reads.
         """
+        if self._attention_dtype is not None:
+            paged = replace(paged, dtype=self._attention_dtype)
+        if self._fused is not None:
+            return self._fused.forward(module, token_ids, positions, hidden, paged)
         embeddings = self._mtp.embed_tokens(token_ids.unsqueeze(0))
         position_ids = positions.unsqueeze(0)
         output = self._mtp.layers[module](

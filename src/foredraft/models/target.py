@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from foredraft.cache.groups import KVShape
 from foredraft.errors import ModelLoadError
+from foredraft.kernels.ops import Kernels
 from foredraft.models.attention import ATTENTION_NAME, PagedAttention
+from foredraft.models.fused_model import FusedDecoder
+from foredraft.models.quantization import attention_dtype
 
 
 class TargetModel:
@@ -25,7 +27,13 @@ class TargetModel:
         self.dtype = model.dtype
         self._decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
         self._head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self.fused: FusedDecoder | None = None
+        self._attention_dtype = attention_dtype(model)
         self.kv_shapes = self._check_and_probe()
+
+    def fuse(self, max_positions: int, kernels: Kernels | None = None) -> None:
+        """Run the decoder in fused form from now on, if it is of a kind that has one. No position may be larger."""
+        self.fused = FusedDecoder.of(self._decoder, max_positions, kernels)
 
     @property
     def hidden_size(self) -> int:
@@ -35,8 +43,18 @@ class TargetModel:
     def vocab_size(self) -> int:
         return int(self._head.get_parameter("weight").shape[0])
 
+    @property
+    def head_weights(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Of the head: weight [V, hidden_size], bias [V] or None, and if it is int8 the scale [V] of each row."""
+        head = self._head
+        return head.get_parameter("weight"), getattr(head, "bias", None), getattr(head, "scale", None)
+
     def forward(self, token_ids: Tensor, positions: Tensor, paged: PagedAttention) -> Tensor:
         """token_ids, positions [T] -> the state after the final norm (h0), [T, hidden_size]."""
+        if self._attention_dtype is not None:
+            paged = replace(paged, dtype=self._attention_dtype)
+        if self.fused is not None:
+            return self.fused.forward(token_ids, positions, paged)
         output = self._decoder(
             input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, paged=paged
         )
@@ -48,16 +66,11 @@ class TargetModel:
         logits: Tensor = self._head(hidden)
         return logits
 
-    def draft_logits(self, hidden: Tensor, vocab_size: int | None) -> Tensor:
-        """The head's first `vocab_size` rows, a view of its weight: hidden [R, hidden_size] -> [R, vocab_size].
-
-        Byte-pair vocabularies list the frequent tokens first, and the head is the largest cost of a draft on a small
-        batch. The target verifies with the whole head, so that the output is the same. None: the whole head.
-        """
-        if vocab_size is None:
-            return self.logits(hidden)
-        weight, bias = self._head.get_parameter("weight"), getattr(self._head, "bias", None)
-        return F.linear(hidden, weight[:vocab_size], None if bias is None else bias[:vocab_size])
+    def greedy_ids(self, hidden: Tensor) -> Tensor:
+        """The token that the head likes best after each row, the lowest id on a tie: hidden [R, hidden_size] -> [R]."""
+        if self.fused is not None and type(self).logits is TargetModel.logits and type(self._head) is nn.Linear:
+            return self.fused.kernels.argmax_head(hidden, self._head.weight, self._head.bias)
+        return self.logits(hidden).argmax(dim=-1)
 
     def _check_and_probe(self) -> tuple[KVShape, ...]:
         """Run two rows to learn what each layer stores, and that nothing lies between h0, the head and the logits.

@@ -36,7 +36,7 @@ def target_inputs(plans: Sequence[RequestPlan], storage: CacheStorage, device: t
     return TargetInputs(
         token_ids=torch.tensor(token_ids).to(device),
         positions=torch.cat(positions).to(device),
-        paged=PagedAttention(storage.target, [rows[group] for group in layout.group_of_layer]),
+        paged=PagedAttention(storage.target, [rows[group] for group in layout.group_of_layer], storage.block_size),
         hidden_slots=hidden_slots,
     )
 
@@ -48,7 +48,7 @@ def _slots(plan: RequestPlan, storage: CacheStorage, group: int) -> Tensor:
 def _group_rows(plans: Sequence[RequestPlan], storage: CacheStorage, group: int, device: torch.device) -> GroupRows:
     slots = [_slots(plan, storage, group) for plan in plans]
     spans = [RowSpan(len(plan.token_ids), len(rows), rows) for plan, rows in zip(plans, slots)]
-    return group_rows(storage.layout.groups[group], _written(plans, slots), spans, storage.layout.dtype, device)
+    return group_rows(storage, group, _written(plans, slots), spans, device)
 
 
 def _written(plans: Sequence[RequestPlan], slots: Sequence[Tensor]) -> Tensor:

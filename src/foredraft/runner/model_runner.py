@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,9 +13,10 @@ from torch import Tensor
 from foredraft.cache.storage import CacheStorage
 from foredraft.logprobs import TokenLogprob
 from foredraft.models.target import TargetModel
-from foredraft.plan import BlockCopy, CopyKind, RequestPlan, RequestResult, StepPlan, StepResult, StepTimes
+from foredraft.plan import AheadPlan, BlockCopy, CopyKind, RequestPlan, RequestResult, StepPlan, StepResult, StepTimes
 from foredraft.runner.inputs import sampled_slots, target_inputs
 from foredraft.runner.request_memory import RequestMemory
+from foredraft.runner.resident.decoder import Flight, ResidentDecoder
 from foredraft.runner.verification import Decision, Verification, VerificationSettings, sampling_tensors
 from foredraft.sampling.grammar import GrammarCompiler
 from foredraft.speculation.drafter import Drafter, Window
@@ -23,10 +24,15 @@ from foredraft.speculation.drafter import Drafter, Window
 
 @dataclass(frozen=True)
 class RunnerSettings:
-    """How a runner decides and drafts. compiler: makes the grammars of requests that ask for one."""
+    """How a runner decides and drafts. compiler: makes the grammars of requests that ask for one.
+
+    resident: makes what runs steady decodes with state on the device, for a given storage; None: every step is run by
+    the host, request by request.
+    """
 
     verification: VerificationSettings
     compiler: GrammarCompiler | None = None
+    resident: Callable[[CacheStorage], ResidentDecoder] | None = None
 
 
 DEFAULT_SETTINGS = RunnerSettings(VerificationSettings())
@@ -50,13 +56,81 @@ class ModelRunner:
         self._settings = settings
         self._verification = Verification(settings.verification)
         self._memories: dict[str, RequestMemory] = {}
+        self.resident = settings.resident(storage) if settings.resident is not None else None
 
     @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Flight | None:
+        """Start a step of which nothing needs the host before its end; None, and nothing is done, if it is another."""
+        if not plan.requests or not all(map(self._is_resident, plan.requests)):
+            return None
+        self.copy_blocks(plan.copies)
+        return self._launch(plan.requests)
+
+    @torch.inference_mode()
+    def launch_ahead(self, plan: AheadPlan) -> Flight:
+        """Start the step after one that was launched and is not collected yet."""
+        assert self.resident is not None
+        return self.resident.launch_ahead(plan.requests)
+
+    def collect(self, plan: StepPlan, flight: Flight) -> StepResult:
+        """Wait for a launched step. plan: what it has turned out to be; results of other requests are dropped."""
+        found = flight.collect()
+        return StepResult(tuple(found[request.request_id] for request in plan.requests), flight.times())
+
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step: target rows of all requests in one forward, then verification, then the module passes."""
+        """Run one step and wait for it.
+
+        Steady decodes run with their state on the device, if there is a resident decoder; others request by request.
+        """
+        resident = [request for request in plan.requests if self._is_resident(request)]
+        if not resident:
+            return self._execute(plan)
+        with torch.inference_mode():
+            self.copy_blocks(plan.copies)
+            flight = self._launch(resident)
+        others = StepPlan(tuple(request for request in plan.requests if request not in resident))
+        result = self._execute(others) if others.requests else StepResult((), StepTimes())
+        found = flight.collect() | {outcome.request_id: outcome for outcome in result.requests}
+        times = result.times.plus(flight.times())
+        return StepResult(tuple(found[request.request_id] for request in plan.requests), times)
+
+    def _is_resident(self, plan: RequestPlan) -> bool:
+        """Whether the resident decoder runs a request's step."""
+        if self.resident is None or plan.params.changes_logits or plan.params.logprobs is not None:
+            return False
+        is_scored = plan.terms.num_prompt_logprobs is not None and plan.num_tokens == len(plan.terms.prompt_token_ids)
+        return not is_scored and self.resident.can_run(plan)
+
+    def _launch(self, plans: Sequence[RequestPlan]) -> Flight:
+        """What pending drafts were drawn from moves into the slots; it stays there while the resident decoder runs
+        them."""
+        assert self.resident is not None
+        for request_id in self.resident.surplus(plans):  # preempted ones, which have kept their slots
+            if (kept := self._memories.get(request_id)) is not None:
+                kept.draft_probs = self.resident.take_probs(request_id)
+            self.resident.forget(request_id)
+        probs: list[tuple[Tensor | None, ...]] = []
+        for plan in plans:
+            memory = self._memory(plan)
+            is_drawn = plan.params.temperature > 0 and not self._settings.verification.greedy_drafts
+            probs.append(memory.draft_probs[: plan.num_draft_tokens] if is_drawn else ())
+            memory.draft_probs = ()
+        return self.resident.launch(plans, probs)
+
+    def _leave(self, plan: RequestPlan) -> None:
+        """A request's step runs elsewhere: what its drafts were drawn from comes along."""
+        if self.resident is not None and plan.request_id in self.resident:
+            self._memory(plan).draft_probs = self.resident.take_probs(plan.request_id)
+            self.resident.forget(plan.request_id)
+
+    @torch.inference_mode()
+    def _execute(self, plan: StepPlan) -> StepResult:
+        """Target rows of all requests in one forward, then verification, then the module passes."""
         started = self._now()
         masks_before = self._mask_counts(plan.requests)
         self.copy_blocks(plan.copies)
+        for request in plan.requests:
+            self._leave(request)
         self._run_target([p for p in plan.requests if p.token_ids])
         for request in plan.requests:
             if request.terms.num_prompt_logprobs is not None:
@@ -75,10 +149,14 @@ class ModelRunner:
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request that is over."""
         self._memories.pop(request_id, None)
+        if self.resident is not None:
+            self.resident.forget(request_id)
 
     def forget_all(self) -> None:
         """Drop what is kept for any request."""
         self._memories.clear()
+        if self.resident is not None:
+            self.resident.forget_all()
 
     def _memory(self, plan: RequestPlan) -> RequestMemory:
         memory = self._memories.get(plan.request_id)

@@ -33,7 +33,8 @@ class VerificationSettings:
     """How drafts are decided, for all requests of an engine.
 
     epsilon and delta are those of lossy-typical. synthetic_rates: accept drafts by chance instead, whatever they are:
-    the rate at each depth among drafts whose predecessor was accepted, the last for all deeper ones.
+    the rate at each depth among drafts whose predecessor was accepted, the last for all deeper ones. drafted_token_ids:
+    column j of what drafts were drawn from is token j of these (`DraftHead.token_ids`); None: token j itself.
     """
 
     method: VerificationMethod = "rejection"
@@ -42,6 +43,7 @@ class VerificationSettings:
     delta: float = 0.0
     logprobs_mode: LogprobsMode = "raw"
     synthetic_rates: tuple[float, ...] | None = None
+    drafted_token_ids: Tensor | None = None
 
 
 class Member(NamedTuple):
@@ -110,7 +112,9 @@ class Verification:
         if settings.method == "lossy-typical":
             return typical_accept(drafts, target_probs, sampling.seeds, positions, settings.epsilon, settings.delta)
         verify = block_verify if settings.method == "block" else rejection_sample
-        draft_probs = None if settings.greedy_drafts else _pending_probs(members, drafts, target_probs)
+        draft_probs = None
+        if not settings.greedy_drafts:
+            draft_probs = _pending_probs(members, drafts, target_probs, settings.drafted_token_ids)
         return verify(drafts, draft_probs, target_probs, sampling.seeds, positions)
 
     def _synthetic(
@@ -216,7 +220,7 @@ def _pending_drafts(members: Sequence[Member], errors: Mapping[str, RowError]) -
     return padded
 
 
-def _pending_probs(members: Sequence[Member], drafts: Tensor, target_probs: Tensor) -> Tensor:
+def _pending_probs(members: Sequence[Member], drafts: Tensor, target_probs: Tensor, token_ids: Tensor | None) -> Tensor:
     """What the pending drafts were drawn from, padded to [B, K, V]; a draft without chance is a point mass."""
     padded = torch.zeros_like(target_probs[:, 1:])
     for index, member in enumerate(members):
@@ -224,5 +228,5 @@ def _pending_probs(members: Sequence[Member], drafts: Tensor, target_probs: Tens
             if probs is None:
                 padded[index, depth, drafts[index, depth].clamp(min=0)] = 1.0
             else:
-                padded[index, depth, : len(probs)] = probs
+                padded[index, depth, slice(len(probs)) if token_ids is None else token_ids] = probs
     return padded

@@ -96,23 +96,26 @@ class SamplingState:
             logits = result
         return logits.masked_fill(is_banned, -torch.inf)
 
-    def proposal_after(self, draft_token_ids: Sequence[int], draft_vocab_size: int) -> int | None:
-        """The next draft, where there is nothing to choose: one token is allowed, or none that a draft head knows."""
+    def proposal_after(self, draft_token_ids: Sequence[int], known: slice | Tensor) -> int | None:
+        """The next draft, where there is nothing to choose: one token is allowed, or none that a draft head knows.
+
+        known: the tokens that it knows, as an index on the host.
+        """
         if self.grammar is None and self._fixed_proposal is not None:
             return self._fixed_proposal[0]
         try:
             mask = self.mask_after(draft_token_ids)
         except RequestError:  # if it is still there when the drafts before are accepted, it is reported then
             return None
-        proposal = self._only_choice(mask, draft_vocab_size) if mask is not None else None
+        proposal = self._only_choice(mask, known) if mask is not None else None
         if self.grammar is None:
             self._fixed_proposal = (proposal,)
         return proposal
 
     @staticmethod
-    def _only_choice(mask: Tensor, draft_vocab_size: int) -> int | None:
+    def _only_choice(mask: Tensor, known: slice | Tensor) -> int | None:
         num_allowed = int(mask.sum())
-        if num_allowed == 1 or (num_allowed and not bool(mask[:draft_vocab_size].any())):
+        if num_allowed == 1 or (num_allowed and not bool(mask[known].any())):
             return int(mask.int().argmax())
         return None
 

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from foredraft.cache.block_tables import RowDemand
 from foredraft.cache.manager import CacheManager
-from foredraft.config import SchedulingPolicy
 from foredraft.exactness import ExactRows
 from foredraft.logprobs import TokenLogprob
-from foredraft.plan import RequestPlan, RequestResult, StepPlan, StepResult, WindowPlan
+from foredraft.plan import AheadPlan, RequestPlan, RequestResult, StepPlan, StepResult
 from foredraft.request import Request, RequestStatus
+from foredraft.scheduler.lookahead import Lookahead
 from foredraft.scheduler.queue import WaitingQueue
+from foredraft.scheduler.shares import SchedulerLimits, Share, Shares
 from foredraft.scheduler.upkeep import CacheUpkeep
 from foredraft.statistics import SpeculationStats
 from foredraft.stopping import FinishReason
 
 _NO_ENDS: Mapping[str, int] = {}
-
-
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """Bounds of a step. A full batch of decodes at the largest depth always fits max_num_batched_tokens."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    num_modules: int
-    policy: SchedulingPolicy = "fcfs"
 
 
 class Committed(NamedTuple):
@@ -39,17 +30,6 @@ class Committed(NamedTuple):
     token_ids: tuple[int, ...]
     token_depths: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
-
-
-class _Share(NamedTuple):
-    """What one request does in a step: how many rows the target runs on, and how many module rows are computed late;
-    whether the newest token is reached; where its rows end; how many tokens are drafted after it, if it is."""
-
-    num_target_rows: int
-    num_lagging_rows: int
-    is_sampling: bool
-    end: int
-    depth: int
 
 
 class Scheduler:
@@ -68,6 +48,9 @@ class Scheduler:
         self._waiting = WaitingQueue(limits.policy)
         self._running: list[Request] = []
         self._requests: dict[str, Request] = {}
+        self._shares = Shares(cache, limits)
+        self._lookahead = Lookahead(cache, self._shares, self._requests)
+        self._is_settled = False  # whoever waits has been looked at, and nothing can have changed since
         self.num_preemptions = 0
         self.num_queried_tokens = 0
         self.num_cached_tokens = 0
@@ -96,6 +79,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self._requests[request.request_id] = request
         self._waiting.add(request)
+        self._is_settled = False
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -141,18 +125,31 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:  # it has just given way to one before it
                 continue
             depth = request.useful_depth
-            num_lagging = self._upkeep.renew(request, self._num_passes(depth))
+            num_lagging = self._upkeep.renew(request, self._shares.num_passes(depth))
             if num_lagging or not request.is_decoding:
                 others.append((request, depth, num_lagging))
                 continue
-            budget -= self._plan_request(request, self._share(request, depth, 0, budget), planned)
+            budget -= self._plan_request(request, self._shares.of(request, depth, 0, budget), planned)
         for request, depth, num_lagging in others:
             if request.status is RequestStatus.RUNNING:
-                share = self._share(request, depth, num_lagging, budget)
+                share = self._shares.of(request, depth, num_lagging, budget)
                 budget -= self._plan_request(request, share, planned)
         if self.num_preemptions == preempted:
             self._admit(budget, planned)
+        can_change = self._cache.layout.has_windows or any(request.is_held_back for request in self._waiting)
+        self._is_settled = self.num_preemptions == preempted and not can_change
         return StepPlan(tuple(planned.values()), self._cache.take_copies())
+
+    def plan_ahead(self, under_way: StepPlan | AheadPlan) -> AheadPlan | None:
+        """The step after one that is under way, where nothing has to be decided before that has ended; see
+        `Lookahead`."""
+        if self._waiting and len(self._running) < self._limits.max_num_seqs and not self._is_settled:
+            return None  # somebody may be able to start
+        return self._lookahead.plan(under_way, len(self._running))
+
+    def resolve(self, plan: AheadPlan) -> StepPlan:
+        """What a step that was planned ahead is, now that the one before it has been committed."""
+        return self._lookahead.resolve(plan)
 
     def _admit(self, budget: int, planned: dict[str, RequestPlan]) -> None:
         """Start waiting requests, in order, as long as the whole of what they hold so far fits the cache.
@@ -168,13 +165,13 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             self._running.append(request)
             self._running.sort(key=self._waiting.order)
-            planned[request.request_id] = self._request_plan(request, share)
+            planned[request.request_id] = self._shares.plan(request, share)
             budget -= share.num_target_rows + share.num_lagging_rows
 
-    def _start(self, request: Request, budget: int) -> _Share | None:
+    def _start(self, request: Request, budget: int) -> Share | None:
         """Give a waiting request its blocks, cached ones first, and its share of the step. None: it has to wait."""
         depth, params = request.useful_depth, request.params
-        num_passes = self._num_passes(depth)
+        num_passes = self._shares.num_passes(depth)
         match = self._cache.match(self._upkeep.findable(request), params.cache_salt, num_passes)
         request.num_computed_tokens = match.num_rows
         request.exact = ExactRows.after_hit(self._limits.num_modules, match.num_module_rows, match.module_depth)
@@ -188,9 +185,12 @@ class Scheduler:
             request.exact = request.exact.keeping_from(match.num_module_rows)
         if (row := self._upkeep.restart_row(request, num_passes)) is not None:
             request.exact, match = request.exact.restarted(row, num_passes), match.without_modules(row)
-        share = self._share(request, depth, self._upkeep.num_lagging_rows(request, num_passes), budget)
+        share = self._shares.of(request, depth, self._upkeep.num_lagging_rows(request, num_passes), budget)
         whole = request.num_tokens + len(request.draft_token_ids)
-        end, total = self._ends(request, depth, share.end), self._ends(request, depth, max(whole, share.end))
+        end, total = (
+            self._shares.ends(request, depth, share.end),
+            self._shares.ends(request, depth, max(whole, share.end)),
+        )
         if not self._cache.admit(request.request_id, params.cache_salt, match, RowDemand(*end, *total)):
             request.num_computed_tokens = 0
             request.exact = ExactRows.none(self._limits.num_modules)
@@ -201,48 +201,19 @@ class Scheduler:
             self.num_cached_tokens += request.num_cached_tokens
         return share
 
-    def _plan_request(self, request: Request, share: _Share, planned: dict[str, RequestPlan]) -> int:
+    def _plan_request(self, request: Request, share: Share, planned: dict[str, RequestPlan]) -> int:
         """Add a running request to the step if rows and blocks allow; returns the rows that it takes."""
         num_rows = share.num_target_rows + share.num_lagging_rows
         if num_rows == 0 and not share.is_sampling:
             return 0
-        ends = self._ends(request, share.depth, max(request.num_computed_tokens, share.end))
+        ends = self._shares.ends(request, share.depth, max(request.num_computed_tokens, share.end))
         while not self._cache.reserve(request.request_id, *ends):
             victim = self._last_after(request, planned)
             if victim is None:
                 return 0
             self.preempt(victim)
-        planned[request.request_id] = self._request_plan(request, share)
+        planned[request.request_id] = self._shares.plan(request, share)
         return num_rows
-
-    def _num_passes(self, depth: int) -> int:
-        """How many modules run for so many drafts; a single one drafts them all."""
-        return min(depth, self._limits.num_modules)
-
-    def _share(self, request: Request, depth: int, lagging: int, budget: int) -> _Share:
-        """What a request may take of `budget` rows. Rows of its modules that lag behind come first."""
-        computed, pending = request.num_computed_tokens, request.num_pending_rows
-        if pending <= budget and not lagging:
-            return _Share(pending, 0, True, computed + pending, depth)
-        if lagging and lagging + (pending if request.is_decoding else 1) > budget:
-            start = request.exact.window_start(self._num_passes(depth))
-            num_rows = min(computed - start, budget)
-            return _Share(0, num_rows, False, start + num_rows, depth)
-        num_rows = min(pending, budget - lagging)
-        if num_rows < pending:
-            num_rows = max(0, min(num_rows, request.num_tokens - 1 - computed))
-        return _Share(num_rows, lagging, num_rows == pending, computed + num_rows, depth)
-
-    def _ends(self, request: Request, depth: int, end: int) -> tuple[int, int]:
-        """Where room for rows is needed up to: `end` in the target and, if the request drafts, in the modules.
-
-        A single module that drafts several tokens also writes a row for each further one.
-        """
-        if depth == 0:
-            return end, 0
-        if depth <= self._limits.num_modules:
-            return end, end
-        return end, min(end + depth - 1, request.max_total_tokens)
 
     def _last_after(self, request: Request, planned: dict[str, RequestPlan]) -> Request | None:
         """Who gives way to `request`: the last in order after it that is not in the step yet."""
@@ -251,8 +222,8 @@ class Scheduler:
         return next((r for r in later if r.request_id not in planned), None)
 
     def preempt(self, request: Request) -> None:
-        """Take a request's blocks away. Its tokens and pending drafts stay; rows that are not cached are computed
-        again later."""
+        """Take a request's blocks away, while no step is under way. Its tokens and pending drafts stay; rows that are
+        not cached are computed again later."""
         self._upkeep.publish(request, is_ending=True)
         self._cache.release(request.request_id)
         self._running.remove(request)
@@ -260,30 +231,8 @@ class Scheduler:
         request.num_computed_tokens = 0
         request.exact = ExactRows.none(self._limits.num_modules)
         self._waiting.add(request)
+        self._is_settled = False
         self.num_preemptions += 1
-
-    def _request_plan(self, request: Request, share: _Share) -> RequestPlan:
-        first, drafts = request.num_computed_tokens, request.draft_token_ids
-        pending = (*request.token_ids[first:], *drafts)
-        return RequestPlan(
-            terms=request.terms,
-            token_ids=pending[: share.num_target_rows],
-            first_row=first,
-            num_draft_tokens=len(drafts) if share.is_sampling else 0,
-            num_tokens=request.num_tokens,
-            is_sampling=share.is_sampling,
-            blocks=self._cache.block_tables(request.request_id),
-            window=self._window_plan(request, share),
-        )
-
-    def _window_plan(self, request: Request, share: _Share) -> WindowPlan | None:
-        num_passes = self._num_passes(share.depth)
-        if num_passes == 0:
-            return None
-        start = request.exact.window_start(num_passes)
-        known = request.num_tokens if share.is_sampling else share.end + num_passes
-        depth = share.depth if share.is_sampling else num_passes
-        return WindowPlan(start, share.end, tuple(request.token_ids[start + 1 : known]), request.exact, depth)
 
     # -- committing --------------------------------------------------------------------------------------------------
 
@@ -305,7 +254,7 @@ class Scheduler:
             if request.status is RequestStatus.RUNNING:
                 self._upkeep.publish(request, is_ending=False)
                 if self._cache.layout.has_windows:
-                    self._upkeep.retain(request, self._num_passes(request.useful_depth))
+                    self._upkeep.retain(request, self._shares.num_passes(request.useful_depth))
         return committed
 
     def _commit_rows(self, request: Request, plan: RequestPlan) -> None:
@@ -366,6 +315,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.draft_token_ids = ()
+        self._is_settled = False
 
     def requests(self) -> Iterable[Request]:
         """All requests that have not ended."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from foredraft.cache.storage import CacheStorage
 from foredraft.models.attention import GroupRows, PagedAttention, RowSpan, group_rows
+from foredraft.models.draft_head import DraftHead
 from foredraft.models.mtp import MtpModules
 from foredraft.models.target import TargetModel
 from foredraft.sampling.philox import Stream, cycle_keys, uniform
@@ -46,7 +47,7 @@ class Window:
 @dataclass(frozen=True)
 class Drafts:
     """token_ids [W, max drafts], -1 where a window drafts fewer; probs, for each window and draft: the probabilities
-    [V] that it was drawn from, None if it was chosen without chance."""
+    [N], by column of the draft head, that it was drawn from, None if it was chosen without chance."""
 
     token_ids: Tensor
     probs: tuple[tuple[Tensor | None, ...], ...]
@@ -74,11 +75,9 @@ class Drafter:
     with the previous pass's output and draft (DeepSeek-V3 technical report, 2024, section 2.2, at inference).
     """
 
-    def __init__(
-        self, target: TargetModel, modules: MtpModules, storage: CacheStorage, vocab_size: int | None = None
-    ) -> None:
+    def __init__(self, target: TargetModel, modules: MtpModules, storage: CacheStorage, head: DraftHead) -> None:
         self._target = target
-        self._vocab_size = vocab_size
+        self._head = head
         self._modules = modules
         self._storage = storage
 
@@ -122,21 +121,21 @@ class Drafter:
         if not drafting:
             return
         last = hidden.index_select(0, chain.last_rows(rows, drafting))
-        logits = self._target.draft_logits(last, self._vocab_size)
+        logits = self._head.logits(last)
         ruled = [chain.ruled(w, row, state) for row, w in enumerate(drafting) if (state := rules[w]) is not None]
         if ruled:  # what goes wrong there will go wrong at the target's row, and is reported there
-            logits, _ = apply_rules(logits, ruled, is_draft=True)
+            by_token, _ = apply_rules(self._head.widen(logits, -torch.inf), ruled, is_draft=True)
+            logits = self._head.narrow(by_token)
         windows = [chain.windows[w] for w in drafting]
         chosen, probs = self.choose(index, windows, logits, chain.rows_of(sampling, drafting))
         chain.record(index, drafting, chosen, probs)
 
     def propose(self, drafting: Sequence[int], rules: Sequence[SamplingState | None], chain: _Chain) -> dict[int, int]:
         """The next draft of the windows where their rules leave nothing to choose: no head runs for them."""
-        vocab_size = self._vocab_size or self._target.vocab_size
         proposals = {}
         for w in drafting:
             if (state := rules[w]) is not None:
-                token_id = state.proposal_after(chain.drafts_of(w), vocab_size)
+                token_id = state.proposal_after(chain.drafts_of(w), self._head.known)
                 if token_id is not None:
                     proposals[w] = token_id
         return proposals
@@ -144,13 +143,14 @@ class Drafter:
     def choose(
         self, index: int, windows: Sequence[Window], logits: Tensor, sampling: SamplingTensors
     ) -> tuple[Tensor, Tensor | None]:
-        """Draft number `index` of each window from its module's logits [W, V]: ids [W], and the probabilities
-        [W, V] that they were drawn from (None: every draft is a point mass)."""
+        """Draft number `index` of each window from its module's logits [W, N]: ids [W], and the probabilities
+        [W, N] that they were drawn from (None: every draft is a point mass)."""
         if sampling.all_greedy:
-            return greedy(logits), None
+            return self._head.full_ids(greedy(logits)), None
         probs = probabilities(logits, sampling)
         positions = torch.tensor([window.num_tokens for window in windows], device=logits.device)
-        return sample(probs, uniform(sampling.seeds, cycle_keys(positions, index), Stream.DRAFT)), probs
+        columns = sample(probs, uniform(sampling.seeds, cycle_keys(positions, index), Stream.DRAFT))
+        return self._head.full_ids(columns), probs
 
     def _paged(self, chain: _Chain, rows: PassRows, attention: dict[int, GroupRows]) -> PagedAttention:
         """What a pass needs in the cache. attention: what earlier passes over the same rows have laid out, by group."""
@@ -161,8 +161,9 @@ class Drafter:
             attention[group] = replace(attention[group], slots=slots)
         else:
             spans = chain.spans(rows, group)
-            attention[group] = group_rows(layout.groups[group], slots, spans, layout.dtype, self._target.device)
-        return PagedAttention(self._storage.modules, [attention[group]] * len(self._storage.modules))
+            attention[group] = group_rows(self._storage, group, slots, spans, self._target.device)
+        kv = self._storage.modules
+        return PagedAttention(kv, [attention[group]] * len(kv), self._storage.block_size)
 
 
 def _pass_rows(windows: Sequence[Window], index: int, num_modules: int) -> PassRows:
