@@ -12,7 +12,9 @@ from foredraft.config import EngineConfig
 from foredraft.engine.build import build_engine
 from foredraft.engine.engine import Engine
 from foredraft.models.loader import LoadedModel
+from foredraft.plan import AheadPlan, BlockCopy, CopyKind, RequestPlan
 from foredraft.request import Request
+from foredraft.runner.resident.decoder import Flight
 from foredraft.sampling_params import SamplingParams
 from foredraft.stopping import FinishReason
 
@@ -47,7 +49,8 @@ class Outcome:
 
 
 class Bench:
-    """An engine with a given execution. num_resident, num_ahead: steps launched on the device, and of those ahead."""
+    """An engine with a given execution. num_resident, num_ahead: steps launched on the device from a plan, and ahead;
+    copies: the kinds of copies between blocks."""
 
     def __init__(self, loaded: LoadedModel, execution: str, **settings: Any) -> None:
         defaults = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
@@ -55,21 +58,27 @@ class Bench:
         self.engine: Engine = build_engine(loaded, config)
         self.requests: dict[str, Request] = {}
         self.num_resident = self.num_ahead = 0
+        self.copies: set[CopyKind] = set()
         self._watch()
 
     def _watch(self) -> None:
         runner = self.engine.runner
-        launch, ahead = runner._launch, runner.launch_ahead
+        launch, ahead, copy_blocks = runner._launch, runner.launch_ahead, runner.copy_blocks
 
-        def watched(*args: Any) -> Any:
+        def watched(plans: Sequence[RequestPlan]) -> Flight:
             self.num_resident += 1
-            return launch(*args)
+            return launch(plans)
 
-        def watched_ahead(*args: Any) -> Any:
+        def watched_ahead(plan: AheadPlan) -> Flight:
             self.num_ahead += 1
-            return ahead(*args)
+            return ahead(plan)
+
+        def watched_copies(copies: Sequence[BlockCopy], *, is_final: bool = False) -> None:
+            self.copies.update(copy.kind for copy in copies)
+            copy_blocks(copies, is_final=is_final)
 
         runner._launch, runner.launch_ahead = watched, watched_ahead  # type: ignore[method-assign]
+        runner.copy_blocks = watched_copies  # type: ignore[method-assign]
 
     @property
     def is_under_way(self) -> bool:

@@ -196,6 +196,8 @@ class EngineConfig:
 
     def check_device(self, device_type: str) -> None:
         """Refuse a setting that has no effect on the device that is used, or does not run there."""
+        if self.cuda_graphs == "at-start" and device_type != "cuda":
+            raise ConfigError(f"cuda_graphs=at-start has no effect on {device_type}: leave it out")
         if self.gpu_memory_utilization is not None and device_type != "cuda":
             raise ConfigError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization} has no effect on {device_type}: "

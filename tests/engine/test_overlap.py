@@ -15,7 +15,7 @@ from tiny_models import tiny_alternating, tiny_glm4_moe, tiny_llama, tiny_mistra
 
 from foredraft import LLM, SamplingParams
 from foredraft.models.loader import LoadedModel, load_checkpoint
-from foredraft.plan import StepPlan
+from foredraft.plan import CopyKind, StepPlan
 from foredraft.runner.resident.decoder import Flight, ResidentDecoder
 from foredraft.stopping import FinishReason
 from foredraft.structured_output import StructuredOutput
@@ -92,7 +92,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_crowd_gets_the_same(load: Load, name: str) -> None:
-    same_in_all(load("llama"), crowd, **SETTINGS[name])
+    benches = same_in_all(load("llama"), crowd, **SETTINGS[name])
+    if name in ("tiny pool", "host cache"):
+        assert benches["overlapped"].engine.scheduler.num_preemptions > 0
+    if name == "host cache":
+        assert {CopyKind.TO_HOST, CopyKind.TO_DEVICE} <= benches["overlapped"].copies
 
 
 @pytest.mark.parametrize("name", ["synthetic", "plain", "tiny pool"])
@@ -109,7 +113,8 @@ def test_a_crowd_gets_the_same_from_other_models(load: Load, kind: str, name: st
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_stop_token_among_accepted_drafts(load: Load, temperature: float) -> None:
-    loaded, params = load("wide llama"), {"temperature": temperature, "max_tokens": 24}
+    loaded = load("wide llama")
+    params: dict[str, Any] = {"temperature": temperature, "max_tokens": 24}
     free = Bench(loaded, "reference", **SYNTHETIC)
     free.add("free", [1, 2, 3], **params)
     free.finish()
@@ -269,7 +274,8 @@ def test_drafts_that_were_launched_count_although_the_depth_is_zero_since(load: 
 def test_pending_drafts_survive_preemption(load: Load, verification: str) -> None:
     """With what they were drawn from: tokens with a seed are the same in a cache that is too small."""
     settings = {"verification": verification, "max_model_len": 40}
-    loaded, params = load("llama"), {"max_tokens": 24, "temperature": 1.0}
+    loaded = load("llama")
+    params: dict[str, Any] = {"max_tokens": 24, "temperature": 1.0}
     bench = Bench(loaded, "overlapped", num_blocks=14, **settings)
     for seed in range(4):
         bench.add(f"r{seed}", prompt_of(5, seed), seed=seed, **params)
@@ -301,8 +307,7 @@ def test_preempted_requests_give_up_their_slots_to_others(load: Load, monkeypatc
         bench.finish()
         assert given_up == ["r1"]
         for number in range(2):
-            params = {"seed": number, "temperature": 1.0, "max_tokens": 30}
-            expected = alone(loaded, prompt_of(5, number), {}, **params)
+            expected = alone(loaded, prompt_of(5, number), {}, seed=number, temperature=1.0, max_tokens=30)
             assert bench.outcomes()[f"r{number}"] == expected, execution
 
 
@@ -368,7 +373,7 @@ def test_streams(path: Path, expected: list[tuple[int, ...]], end: str) -> None:
 
 def test_closing_with_a_step_under_way(path: Path, expected: list[tuple[int, ...]], tmp_path: Path) -> None:
     """What is saved then is found again."""
-    settings = {"cpu_cache_gib": 0.001, "cache_dir": tmp_path / "kept"}
+    settings: dict[str, Any] = {"cpu_cache_gib": 0.001, "cache_dir": tmp_path / "kept"}
     llm = open_llm(path, **settings)
     streams = [llm.stream(prompt, PARAMS) for prompt in PROMPTS]
     for _ in range(6):

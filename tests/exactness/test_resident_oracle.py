@@ -36,8 +36,10 @@ from foredraft.kernels.decode_state import NUM_TOKENS, RESERVED_SLOT, RING_SIZE,
 from foredraft.kernels.torch import decode
 from foredraft.request import Request, RequestStatus
 from foredraft.runner.resident.decoder import ResidentDecoder
+from foredraft.sampling.sampler import SamplingTensors
+from foredraft.sampling.sampling_state import SamplingState
 from foredraft.sampling_params import SamplingParams
-from foredraft.speculation.drafter import Drafter, Window
+from foredraft.speculation.drafter import Drafter, Drafts, Window
 
 MAX_NEW_TOKENS = 24
 MAX_LEN = 40
@@ -152,8 +154,10 @@ class ResidentOracle(RuleBasedStateMachine):
         assert type(drafter) is Drafter
         run = drafter.run
 
-        def watched(windows: Sequence[Window], *others: Any) -> Any:
-            drafts = run(windows, *others)
+        def watched(
+            windows: Sequence[Window], sampling: SamplingTensors, rules: Sequence[SamplingState | None]
+        ) -> Drafts:
+            drafts = run(windows, sampling, rules)
             for window in windows:
                 self.note_window(window)
             return drafts
@@ -173,7 +177,7 @@ class ResidentOracle(RuleBasedStateMachine):
         """Passes of lanes. On a CPU they have run when a launch returns."""
         resident, passes = self.engine.runner.resident, Passes()
         assert resident is not None
-        resident._model = replace(resident._model, decode=passes)  # type: ignore[arg-type]
+        resident._model = replace(resident._model, decode=passes)
         launch = resident._launch
 
         def watched(lanes: Sequence[Any]) -> Any:

@@ -27,7 +27,8 @@ from foredraft.plan import RequestPlan, RequestResult, RequestTerms, StepResult,
 from foredraft.request import Request
 from foredraft.runner.memory import CacheDemand, CacheSize, size_cache
 from foredraft.sampling_params import SamplingParams
-from foredraft.scheduler.scheduler import Scheduler, SchedulerLimits
+from foredraft.scheduler.scheduler import Scheduler
+from foredraft.scheduler.shares import SchedulerLimits
 
 VOCAB_SIZE = 3
 """Few tokens, so that prompts begin alike and drafts repeat what others have written."""

@@ -19,6 +19,7 @@ from foredraft.bench.steady import Span, random_prompts, steady_batch, synchroni
 from foredraft.errors import ConfigError, ForedraftError
 
 _STEPS = "foredraft: steps"
+NUM_UNSEEN_STEPS = 4
 
 WAITS = re.compile(r"(cuda|cu)(Stream|Device|Event|Ctx)Synchronize|cuda(Memcpy|Memset)(2D)?(_v\d+)?")
 """Calls in which the host waits for the device, by their whole names."""
@@ -182,6 +183,8 @@ def measure_trace(
         is_cuda = llm.device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
         with profile(activities=activities, acc_events=True) as profiler:
+            for _ in range(NUM_UNSEEN_STEPS):  # the profiler slows the first launches down
+                llm.engine.step()
             synchronize(llm.device)
             with record_function(_STEPS):
                 for _ in range(num_steps):

@@ -90,6 +90,8 @@ def load(config: EngineConfig, *, is_quiet: bool = False) -> LLM:
     llm = foredraft.LLM(**{field.name: getattr(config, field.name) for field in fields(config)})
     if not is_quiet:
         print(*llm.cache_size.lines(), sep="\n", file=sys.stderr, flush=True)
+        if (captured := llm.engine.runner.captured) is not None and captured.num_graphs:
+            print(captured.line(), file=sys.stderr, flush=True)
     return llm
 
 

@@ -35,7 +35,8 @@ from foredraft.runner.resident.decoder import ResidentDecoder
 from foredraft.runner.resident.step import ResidentModel
 from foredraft.runner.verification import VerificationSettings
 from foredraft.sampling.grammar import GrammarCompiler
-from foredraft.scheduler.scheduler import Scheduler, SchedulerLimits
+from foredraft.scheduler.scheduler import Scheduler
+from foredraft.scheduler.shares import SchedulerLimits
 from foredraft.speculation.drafter import Drafter
 
 _logger = logging.getLogger(__name__)
@@ -97,6 +98,8 @@ def build_engine(
     storage = _storage(layout, size.num_blocks, config.block_size, target.device)
     host_storage = _host_storage(layout, size)
     runner = make_runner(storage, host_storage)
+    if config.cuda_graphs == "at-start":
+        runner.capture()
     cache = CacheManager(
         layout,
         size.num_blocks,

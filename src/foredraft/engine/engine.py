@@ -80,7 +80,7 @@ class Engine:
         self.reset_stats()
         self._num_arrivals = 0
         self._overlaps = overlaps
-        self._under_way: tuple[AheadPlan, Flight] | None = None
+        self._under_way: tuple[StepPlan | AheadPlan, Flight] | None = None
         self._is_stepping = False
         self._aborted_within_step: list[str] = []
         self._has_lost_cache = False
@@ -194,14 +194,14 @@ class Engine:
         """Run the next step to its end; where steps overlap, the one after it has been launched when this returns."""
         under_way, self._under_way = self._under_way, None
         if under_way is None:
-            plan: StepPlan | AheadPlan = self.scheduler.plan()
-            if not plan.requests:
+            first = self.scheduler.plan()
+            if not first.requests:
                 raise RuntimeError(f"no request can proceed: {self.scheduler.unfinished_ids}")
-            flight = self.runner.launch(plan) if self._overlaps else None
-            if flight is None:
-                return plan, self.runner.execute(plan)
-        else:
-            plan, flight = under_way
+            launched = self.runner.launch(first) if self._overlaps else None
+            if launched is None:
+                return first, self.runner.execute(first)
+            under_way = first, launched
+        plan, flight = under_way
         if (ahead := self.scheduler.plan_ahead(plan)) is not None:
             self._under_way = ahead, self.runner.launch_ahead(ahead)
         if isinstance(plan, AheadPlan):

@@ -84,6 +84,13 @@ class Rotation(NamedTuple):
     k_norm: Tensor | None = None
     eps: float = 0.0
 
+    def apply(self, kernels: Kernels, qkv: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> Tensor:
+        """Turn qkv [T, heads * dim], store keys and values at `slots` [T]; the queries [T, num_heads, head_dim]."""
+        positions, cos, sin, num_heads, num_kv_heads, head_dim, q_norm, k_norm, eps = self
+        return kernels.rotate_and_store(
+            qkv, positions, cos, sin, keys, values, slots, num_heads, num_kv_heads, head_dim, q_norm, k_norm, eps
+        )
+
 
 @dataclass(frozen=True)
 class PagedAttention:
@@ -116,10 +123,8 @@ class PagedAttention:
         """The same for rows as a projection leaves them, qkv [T, heads * dim]: turn, store and attend; [T, heads *
         dim]."""
         kv = self.kv[layer_idx]
-        positions, cos, sin, *heads = rotation
-        kernels = self.kernels or kernels_of(qkv.device)
-        slots = self.rows[layer_idx].slots
-        query = kernels.rotate_and_store(qkv, positions, cos, sin, kv.key, kv.value, slots, *heads)
+        kernels, slots = self.kernels or kernels_of(qkv.device), self.rows[layer_idx].slots
+        query = rotation.apply(kernels, qkv, kv.key, kv.value, slots)
         return self._attend(layer_idx, query, scale).flatten(1)
 
     def _attend(self, layer_idx: int, query: Tensor, scale: float) -> Tensor:
@@ -209,8 +214,10 @@ def _lane_rows(
     first_rows, num_rows, origins = (list(column) for column in zip(*numbers))
     flat_rows = [0, *itertools.accumulate(num_rows)][:-1]
     packed[len(spans) * width :] = torch.tensor([*first_rows, *num_rows, *flat_rows, *origins], dtype=torch.int32)
-    parts = packed.to(device).split([len(spans) * width, *(len(spans),) * 4])
-    lanes = Lanes(parts[0].view(-1, width), *parts[1:], max_num_rows=max(num_rows))
+    on_device = packed.to(device)
+    numbers_at = len(spans) * width
+    first, counts, flat, begins = on_device[numbers_at:].view(4, -1).unbind()
+    lanes = Lanes(on_device[:numbers_at].view(-1, width), first, counts, flat, begins, max(num_rows))
     return GroupRows(slots.to(device), lanes, group.shapes[0].window)
 
 

@@ -98,7 +98,8 @@ class FusedLayer:
             return None
         if not all(is_plain_norm(norm) for norm in norms) or not hasattr(attention, "scaling"):
             return None
-        if attention.v_proj.out_features != attention.k_proj.out_features:
+        heads: Any = attention
+        if heads.v_proj.out_features != heads.k_proj.out_features:
             return None
         return cls(layer, kernels)
 

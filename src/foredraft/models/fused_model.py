@@ -120,7 +120,8 @@ class FusedModules:
         norms = [norm for layer in mtp.layers for norm in (layer.enorm, layer.hnorm, layer.post_norm)]
         if mtp.use_shared_post_norm or mtp.has_per_layer_rope or not all(is_plain_norm(norm) for norm in norms):
             return None
-        layers = [FusedLayer.of(layer.mtp_block, target.kernels) for layer in mtp.layers]
+        blocks: list[nn.Module] = [layer.get_submodule("mtp_block") for layer in mtp.layers]
+        layers = [FusedLayer.of(block, target.kernels) for block in blocks]
         whole = [layer for layer in layers if layer is not None]
         return cls(mtp, whole, target.rotary, target.kernels) if len(whole) == len(layers) else None
 
@@ -161,11 +162,10 @@ class OwnRows(PagedAttention):
 
     def attend_rotated(self, layer_idx: int, qkv: Tensor, rotation: Rotation, scale: float) -> Tensor:
         assert self.kernels is not None
-        positions, cos, sin, *heads = rotation
         num_rows, width = qkv.shape[0], rotation.num_kv_heads * rotation.head_dim
         keys, values = (qkv.new_empty(num_rows, width) for _ in range(2))
         slots = torch.arange(num_rows, device=qkv.device)
-        query = self.kernels.rotate_and_store(qkv, positions, cos, sin, keys, values, slots, *heads)
+        query = rotation.apply(self.kernels, qkv, keys, values, slots)
         kv_shape = (1, num_rows, rotation.num_kv_heads, rotation.head_dim)
         query, keys, values = query[None].transpose(1, 2), *(x.view(kv_shape).transpose(1, 2) for x in (keys, values))
         return self.attend(layer_idx, query, keys, values, scale, None)[0].flatten(1)

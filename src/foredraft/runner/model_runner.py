@@ -17,6 +17,7 @@ from foredraft.plan import AheadPlan, BlockCopy, CopyKind, RequestPlan, RequestR
 from foredraft.runner.inputs import sampled_slots, target_inputs
 from foredraft.runner.request_memory import RequestMemory
 from foredraft.runner.resident.decoder import Flight, ResidentDecoder
+from foredraft.runner.resident.graphs import CaptureStats
 from foredraft.runner.verification import Decision, Verification, VerificationSettings, sampling_tensors
 from foredraft.sampling.grammar import GrammarCompiler
 from foredraft.speculation.drafter import Drafter, Window
@@ -57,6 +58,17 @@ class ModelRunner:
         self._verification = Verification(settings.verification)
         self._memories: dict[str, RequestMemory] = {}
         self.resident = settings.resident(storage) if settings.resident is not None else None
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture the CUDA graphs that decoding needs most; see `ResidentDecoder.capture`."""
+        if self.resident is not None:
+            self.resident.capture()
+
+    @property
+    def captured(self) -> CaptureStats | None:
+        """What capturing CUDA graphs has taken so far; None where none are made."""
+        return self.resident.graphs.stats if self.resident is not None and self.resident.graphs.is_enabled else None
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Flight | None:

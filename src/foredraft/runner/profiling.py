@@ -22,6 +22,8 @@ _ALLOCATION_UNIT = 2 << 20
 """torch's allocator takes memory for a large tensor in multiples of this."""
 _PARAMS = SamplingParams(temperature=1.0, top_p=0.99, typical_p=0.99, repetition_penalty=1.1, logprobs=1)
 """Sampling that changes all logits and ranks the whole vocabulary at every row, which takes the most memory."""
+_PLAIN = SamplingParams(temperature=1.0)
+"""Sampling of steps whose state is on the device, with their graphs and what drafts were drawn from."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,12 @@ def run_largest_steps(
     runner.execute(prefill)
     for request in prefill.requests:
         runner.forget(request.request_id)  # others come under the same ids
-    drafted = runner.execute(steps.decode([(0,)] * config.max_num_seqs, 0))
-    runner.execute(steps.decode([(result.token_ids[-1], *result.draft_token_ids) for result in drafted.requests], 1))
+    for params in (_PARAMS, _PLAIN):
+        steps = replace(steps, params=params)
+        drafted = runner.execute(steps.decode([(0,)] * config.max_num_seqs, 0))
+        pending = [(result.token_ids[-1], *result.draft_token_ids) for result in drafted.requests]
+        runner.execute(steps.decode(pending, 1))
+        runner.forget_all()
     return storage.num_bytes
 
 
@@ -127,6 +133,7 @@ class _LargestSteps:
 
     demand: CacheDemand
     size: CacheSize
+    params: SamplingParams = _PARAMS
 
     @property
     def _max_total_tokens(self) -> int:
@@ -174,7 +181,7 @@ class _LargestSteps:
             terms=RequestTerms(
                 request_id=str(index),
                 prompt_token_ids=(0,) * num_tokens,
-                params=_PARAMS,
+                params=self.params,
                 seed=index,
                 max_total_tokens=self._max_total_tokens,
                 stop_token_ids=frozenset(),

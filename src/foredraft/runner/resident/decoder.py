@@ -15,6 +15,7 @@ from foredraft.plan import AheadRequest, RequestPlan, RequestResult, StepTimes
 from foredraft.runner.resident.graphs import GraphCache
 from foredraft.runner.resident.mailbox import Mailbox, MailboxSize
 from foredraft.runner.resident.shape import (
+    GREEDY,
     MAX_WINDOW,
     WINDOW_SIZES,
     DraftShape,
@@ -98,6 +99,17 @@ class ResidentDecoder:
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self._launches = 0
 
+    def capture(self) -> None:
+        """Capture what plain decoding and decoding at the largest depth need, for all numbers of requests.
+
+        Greedy, and drawn without filters; others are captured when they are first needed, as everything is otherwise.
+        """
+        for num_lanes in reversed(self._lane_sizes):  # the largest first: the others fit the memory that it takes
+            for depth in sorted({0, self._max_depth}):
+                for kind in (SamplingKind(True), GREEDY):
+                    self._mailbox.send([], [], [])
+                    self._run(num_lanes, depth + 1, depth + 1, depth, kind)
+
     def can_run(self, plan: RequestPlan) -> bool:
         """Whether this step of a request is a decode that needs nothing of the host before it ends.
 
@@ -164,17 +176,10 @@ class ResidentDecoder:
         kind = SamplingKind.of([lane.plan.terms.params for lane in lanes])
         num_rows = max(lane.num_rows for lane in lanes)
         depth = max(lane.depth for lane in lanes)
+        steady, most = max(num_rows, depth), max(lane.num_window for lane in lanes)
+        window = steady if most <= steady else padded(most, WINDOW_SIZES)
         self._send(lanes)
-        clock = _Clock(self._model.target.device)
-        target = TargetShape(num_lanes, num_rows, kind)
-        self.graphs.run(target, lambda: run_target(self._model, self._state, self._mailbox, target))
-        clock.mark()
-        if depth:
-            steady = max(num_rows, depth)
-            most = max(lane.num_window for lane in lanes)
-            window = steady if most <= steady else padded(most, WINDOW_SIZES)
-            draft = DraftShape(num_lanes, window, depth, kind)
-            self.graphs.run(draft, lambda: run_drafts(self._model, self._state, self._mailbox, draft))
+        clock = self._run(num_lanes, num_rows, window, depth, kind)
         emitted, drafts = self._read(num_lanes, num_rows, depth)
         clock.mark()
         count = len(lanes)
@@ -184,6 +189,16 @@ class ResidentDecoder:
             drafts[:count] if drafts is not None else None,
             clock,
         )
+
+    def _run(self, num_lanes: int, num_rows: int, window: int, depth: int, kind: SamplingKind) -> _Clock:
+        clock = _Clock(self._model.target.device)
+        target = TargetShape(num_lanes, num_rows, kind)
+        self.graphs.run(target, lambda: run_target(self._model, self._state, self._mailbox, target))
+        clock.mark()
+        if depth:
+            draft = DraftShape(num_lanes, window, depth, kind)
+            self.graphs.run(draft, lambda: run_drafts(self._model, self._state, self._mailbox, draft))
+        return clock
 
     def _send(self, lanes: Sequence[_Lane]) -> None:
         updates: list[tuple[int, int]] = []
@@ -250,7 +265,7 @@ class _Clock:
 
     def mark(self) -> None:
         if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._device))
             self._events.append(event)
         else:

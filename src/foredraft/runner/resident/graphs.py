@@ -20,6 +20,10 @@ class CaptureStats:
     seconds: float = 0.0
     num_bytes: int = 0
 
+    def line(self) -> str:
+        """The same for people to read."""
+        return f"{self.num_graphs} CUDA graphs, captured in {self.seconds:.1f} s, {self.num_bytes / 2**20:.0f} MiB"
+
 
 class GraphCache:
     """Runs functions that work on fixed tensors, as graphs from their second call on.
@@ -33,14 +37,14 @@ class GraphCache:
     def __init__(self, device: torch.device, *, is_enabled: bool) -> None:
         self.stats = CaptureStats()
         self._device = device
-        self._is_enabled = is_enabled and device.type == "cuda"
+        self.is_enabled = is_enabled and device.type == "cuda"
         self.failure: str | None = None
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if self._is_enabled else None
+        self._pool = torch.cuda.graph_pool_handle() if self.is_enabled else None
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         """Do what `function` does."""
-        if not self._is_enabled:
+        if not self.is_enabled:
             function()
             return
         graph = self._graphs.get(key)
@@ -58,7 +62,7 @@ class GraphCache:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 function()
         except RuntimeError as error:  # a layer that talks to the host, which a graph cannot hold
-            self._is_enabled, self.failure = False, str(error).splitlines()[0]
+            self.is_enabled, self.failure = False, str(error).splitlines()[0]
             _logger.warning("decode steps run without CUDA graphs: %s", self.failure)
             return
         self._graphs[key] = graph

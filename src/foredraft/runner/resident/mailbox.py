@@ -48,7 +48,7 @@ class Mailbox:
 
     def apply_table_updates(self, tables: Tensor) -> None:
         """Put the entries that came with the step into the block tables. Unused places set an entry of nobody."""
-        index, entries = self._inbox[2 * self.size.max_lanes :].split(self.size.max_updates)
+        index, entries = self._inbox[2 * self.size.max_lanes :].view(2, -1)
         tables.view(-1).index_copy_(0, index, entries.int())
 
     def send(self, slots: Sequence[int], depths: Sequence[int], updates: Sequence[tuple[int, int]]) -> None:
