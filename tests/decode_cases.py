@@ -56,13 +56,15 @@ class Events:
     """What models and requests bring to one step of B lanes.
 
     own [B, R]: the target's tokens, where it does not agree with the draft (agrees [B, R]). depths [B]: drafts that are
-    asked for. chosen [D, B]: those that are made. is_sampled: `commit_tokens` takes the tokens, not `commit_greedy`.
+    asked for. chosen [D, B]: those that are made. row_sums [B, R]: here and there not finite. is_sampled:
+    `commit_tokens` takes the tokens, not `commit_greedy`.
     """
 
     own: Tensor
     agrees: Tensor
     depths: Tensor
     chosen: Tensor
+    row_sums: Tensor
     is_sampled: bool = False
 
     @classmethod
@@ -72,7 +74,9 @@ class Events:
         agrees = torch.rand(shape, generator=generator) < 0.8
         depths = torch.randint(case.max_depth + 2, shape[:1], generator=generator)
         chosen = torch.randint(VOCAB_SIZE, (case.max_depth, shape[0]), generator=generator)
-        return cls(own.to(DEVICE), agrees.to(DEVICE), depths.to(DEVICE), chosen.to(DEVICE), is_sampled)
+        sums, kinds = torch.randn(shape, generator=generator), torch.rand(shape, generator=generator)
+        sums = sums.masked_fill(kinds < 0.01, torch.nan).masked_fill(kinds > 0.99, torch.inf)
+        return cls(*(tensor.to(DEVICE) for tensor in (own, agrees, depths, chosen, sums)), is_sampled)
 
     def choices(self, drafts: Tensor) -> Tensor:
         """The target's own tokens [B, R] where `drafts` [B, R-1] are pending."""
@@ -80,7 +84,7 @@ class Events:
         return torch.where(self.agrees & (padded >= 0), padded, self.own)
 
     def copy_(self, other: Events) -> None:
-        for name in ("own", "agrees", "depths", "chosen"):
+        for name in ("own", "agrees", "depths", "chosen", "row_sums"):
             getattr(self, name).copy_(getattr(other, name))
 
 
@@ -93,9 +97,9 @@ def run_cycle(kernels: DecodeKernels, case: DecodeCase, events: Events) -> dict[
     results["emitted"] = torch.full_like(own, -7)
     if events.is_sampled:
         results["emitted"].copy_(verify_greedy(rows.drafts, own))
-        kernels.commit_tokens(state, lanes, results["emitted"])
+        kernels.commit_tokens(state, lanes, results["emitted"], events.row_sums)
     else:
-        kernels.commit_greedy(state, lanes, rows.drafts, own, results["emitted"])
+        kernels.commit_greedy(state, lanes, rows.drafts, own, results["emitted"], events.row_sums)
     return results | run_passes(kernels, case, events) if case.max_depth else results
 
 

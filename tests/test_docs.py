@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 import re
+import shlex
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import walk_packages
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import tiny_models
 import torch
 from scripted import ScriptedDrafter, greedy_sequence, scripted_engine
 from tiny_models import tiny_glm4_moe, tiny_llama
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
+from typer.main import get_command
 
 import foredraft
 from foredraft import LLM
-from foredraft.config import EngineConfig
+from foredraft.cli.app import app
+from foredraft.config import CudaGraphs, EngineConfig, Execution
 from foredraft.engine.build import build_engine
 from foredraft.engine.engine import Engine
 from foredraft.exactness import ExactRows
+from foredraft.kernels.decode_ops import DecodeKernels
+from foredraft.kernels.decode_state import RING_SIZE
+from foredraft.kernels.ops import Kernels
+from foredraft.kernels.triton.matmul_config import MAX_ROWS
 from foredraft.models.attention import PagedAttention
+from foredraft.models.fused_model import _LOOSE, _NUM_PROBE_ROWS, _TOLERANCE
 from foredraft.models.loader import LoadedModel, inspect_checkpoint, load_checkpoint
+from foredraft.models.rotary import MAX_TABLE_POSITIONS
+from foredraft.models.target import TargetModel
 from foredraft.request import Request
 from foredraft.runner.memory import CPU_CACHE_BYTES
+from foredraft.runner.resident.shape import MAX_WINDOW, WINDOW_SIZES, lane_sizes
 from foredraft.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[1]
@@ -311,6 +324,111 @@ def test_sizes_of_the_builtin_model(builtin_llm: LLM) -> None:
     info = builtin_llm.info
     for number in (info.num_parameters, info.num_mtp_parameters):
         assert f"{number / 1e6:.1f} M" in PAGES["models.md"]
+
+
+# -- the GPU ---------------------------------------------------------------------------------------------------------
+
+
+def rows_after(page: str, text: str) -> list[list[str]]:
+    """The cells of the first table after a text, its header left out."""
+    return table_after(PAGES[page], PAGES[page].index("\n|", PAGES[page].index(text)))[1:]
+
+
+def spans(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_every_kernel_is_listed_with_both_of_its_files() -> None:
+    table = rows_after("gpu.md", "## Kernels")
+    listed = [name for cell, *_ in table for name in spans(cell)]
+    protocols = [name for kind in (Kernels, DecodeKernels) for name in vars(kind) if not name.startswith("_")]
+    assert sorted(listed) == sorted([*protocols, "int8_argmax", "int8_logits"])
+    for cell, _, *files in table:
+        for file in files:
+            (path,) = spans(file)
+            module = import_module("foredraft." + path.removesuffix(".py").replace("/", "."))
+            assert all(callable(getattr(module, name)) for name in spans(cell)), path
+
+
+def test_how_steps_run_is_all_said() -> None:
+    stated = [name for cell, *_ in rows_after("gpu.md", "## Execution") for name in spans(cell)]
+    assert sorted(stated) == sorted({*get_args(Execution)} - {"auto"})
+    listed = set(re.findall(r"^- `([\w-]+)`: ", PAGES["gpu.md"], flags=re.MULTILINE))
+    assert listed == set(get_args(CudaGraphs))
+
+
+def test_the_sizes_that_are_stated_for_a_gpu() -> None:
+    page = PAGES["gpu.md"].replace("\n", " ")
+    sizes = lane_sizes(64)
+    assert "1, 2, 4, 8, 16, then multiples of 8, and `max_num_seqs`" in page
+    assert sizes == (1, 2, 4, 8, 16, *range(24, 64, 8), 64)
+    assert f"or {WINDOW_SIZES[0]}, {WINDOW_SIZES[1]} or {WINDOW_SIZES[2]} where one lane has more" in page
+    assert f"more than {MAX_WINDOW} rows" in page
+    assert f"the last {RING_SIZE} tokens" in page
+    assert f"Up to {MAX_ROWS} rows" in page
+    stated = " in float32, ".join(f"{_TOLERANCE[dtype]:.0e}" for dtype in (torch.float32, torch.float16))
+    stated = f"{stated} in float16, {_TOLERANCE[torch.bfloat16]:.0e} in bfloat16".replace("e-0", "e-")
+    assert stated.replace(" in float32,", " of their length in float32,") in page
+    assert _LOOSE == 0.25
+    assert _NUM_PROBE_ROWS == 5
+    assert MAX_TABLE_POSITIONS == 2**20
+
+
+def test_the_number_of_graphs_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    stated = re.search(r"(\d+) graphs for `max_num_seqs` = (\d+) with modules, (\d+) without", PAGES["gpu.md"])
+    assert stated is not None
+    most = int(stated[2])
+    for depth, count in ((2, int(stated[1])), (0, int(stated[3]))):
+        config = EngineConfig(
+            num_speculative_tokens=depth,
+            execution="synchronous",
+            num_blocks=32,
+            max_num_seqs=most,
+            max_num_batched_tokens=most * 3,
+        )
+        resident = build_engine(model(4), config).runner.resident
+        assert resident is not None
+        keys: set[Hashable] = set()
+        monkeypatch.setattr(resident, "_lane_sizes", lane_sizes(most))
+        monkeypatch.setattr(resident.graphs, "run", lambda key, _, seen=keys: seen.add(key))
+        resident.capture()
+        assert len(keys) == count
+
+
+FUSED = {"yes": (True, True), "all but the experts": (True, False), "no": (False, False)}
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mistral", "GLM-4 MoE", "Mellum"])
+def test_which_architectures_are_fused(tmp_path: Path, kind: str) -> None:
+    table = {name: FUSED[cell] for name, _, cell in rows_after("models.md", "with MTP modules:")}
+    assert list(table) == ["Llama", "Qwen2", "Qwen3", "Mistral", "GLM-4 MoE", "Mellum"]
+    build = getattr(tiny_models, "tiny_" + kind.lower().replace("-", "").replace(" ", "_"))
+    loaded = load_checkpoint(build(tmp_path / "model"), dtype=torch.float32, device=torch.device("cpu"))
+    target = TargetModel(loaded.target)
+    target.fuse(64)
+    layers = target.fused._layers if target.fused is not None else []
+    assert (bool(layers), bool(layers) and all(layer.gate_up is not None for layer in layers)) == table[kind]
+
+
+def test_commands_exist_with_their_options() -> None:
+    root: Any = get_command(app)
+    seen = 0
+    for page in ("gpu.md", "models.md"):
+        lines = [*shell(page), *(code for code in code_spans(page) if re.match(r"(foredraft|python -m) ", code))]
+        for words in (shlex.split(line, comments=True) for line in lines):
+            if words[:2] == ["python", "-m"]:
+                source = Path(str(find_spec(words[2]).origin)).read_text(encoding="utf-8")  # type: ignore[union-attr]
+                assert '__name__ == "__main__"' in source
+                assert all(f'"{word}"' in source for word in words if word.startswith("--"))
+            elif words[0] == "foredraft":
+                command, names = root, words[1:]
+                while names and names[0] in getattr(command, "commands", {}):
+                    command = command.commands[names.pop(0)]
+                assert not getattr(command, "commands", {}) or len(words) == 2, words
+                flags = {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)}
+                assert {word for word in names if word.startswith("-")} <= flags, words
+            seen += 1
+    assert seen > 8
 
 
 # -- names, links and messages ---------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 VerificationMethod = Literal["rejection", "block", "lossy-typical"]
 LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["none", "int8"]
-Execution = Literal["auto", "overlapped", "synchronous", "reference"]
+Execution = Literal["auto", "overlapped", "synchronous", "host", "reference"]
 CudaGraphs = Literal["on-demand", "at-start", "off"]
 MAX_RATES = 256
 LOSSY_EPSILON, LOSSY_DELTA = 0.09, 0.3
@@ -76,8 +76,8 @@ class EngineConfig:
     )
     execution: Execution = _setting(
         "auto",
-        "decode steps with state on the device: overlapped with the host's work (a GPU's default), or one by one "
-        "(synchronous); reference: each step by the host, to compare",
+        "decode steps with state on the device, overlapped with the host's work (a GPU's default) or one by one "
+        "(synchronous); host: each request's by the host (a CPU's); reference: and with transformers' own layers",
     )
     cuda_graphs: CudaGraphs = _setting(
         "on-demand", "when the CUDA graphs of decode steps are captured: when first needed, at-start, or off: never"
@@ -154,7 +154,7 @@ class EngineConfig:
         """How steps are run on a kind of device: as asked, else as measures best there."""
         if self.execution != "auto":
             return self.execution
-        return "overlapped" if device_type == "cuda" else "synchronous"
+        return "overlapped" if device_type == "cuda" else "host"
 
     def _check_synthetic(self) -> None:
         if self.synthetic_rates is not None and self.verification != "rejection":

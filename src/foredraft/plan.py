@@ -144,7 +144,8 @@ class RequestResult(NamedTuple):
 
     Empty where nothing was sampled. `draft_token_ids` are the new pending drafts; as many modules have run.
     logprobs: one for each of token_ids, where they were asked for. prompt_logprobs: those of the whole prompt, with the
-    step that completes it. error: why no token could be chosen; the request ends.
+    step that completes it. error: why no token could be chosen; the request ends. is_broken: rows of this step are none
+    that others may share.
     """
 
     request_id: str
@@ -153,6 +154,12 @@ class RequestResult(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     error: str | None = None
+    is_broken: bool = False
+
+    @classmethod
+    def broken(cls, request_id: str) -> RequestResult:
+        """The step has computed rows that are not finite."""
+        return cls(request_id, error="the model's output is not finite (NaN or infinity)", is_broken=True)
 
     @property
     def num_accepted(self) -> int:

@@ -127,4 +127,5 @@ class EngineStats:
         self.drafting_seconds += times.drafting
         self.num_masks += times.num_masks
         self.mask_seconds += times.masks
-        self.host_seconds += total_seconds - times.target - times.verification - times.drafting
+        # Where steps overlap, part of a step's time on the device was before the step that counts it.
+        self.host_seconds += max(0.0, total_seconds - times.target - times.verification - times.drafting)

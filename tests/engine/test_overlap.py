@@ -270,6 +270,25 @@ def test_drafts_that_were_launched_count_although_the_depth_is_zero_since(load: 
     bench.finish()
 
 
+def test_blocks_go_to_the_host_before_others_write_them(load: Load) -> None:
+    """No step is launched ahead of copies: what it would write is still to be copied."""
+
+    def scenario(bench: Bench) -> None:
+        first = bench.add("first", prompt_of(25), max_tokens=2)
+        while bench.engine.has_unfinished:
+            bench.step()
+        bench.add("second", prompt_of(3), max_tokens=36)  # takes the blocks of the first one by one
+        while bench.engine.has_unfinished:
+            bench.step()
+        bench.add("again", first.prompt_token_ids, max_tokens=12)
+
+    settings = SYNTHETIC | {"num_blocks": 12, "max_model_len": 40, "max_num_seqs": 1, "cpu_cache_gib": 0.001}
+    benches = same_in_all(load("llama"), scenario, **settings)
+    for bench in benches.values():
+        assert bench.requests["again"].num_cached_tokens
+        assert bench.copies == {CopyKind.TO_HOST, CopyKind.TO_DEVICE}
+
+
 @pytest.mark.parametrize("verification", ["rejection", "block"])
 def test_pending_drafts_survive_preemption(load: Load, verification: str) -> None:
     """With what they were drawn from: tokens with a seed are the same in a cache that is too small."""

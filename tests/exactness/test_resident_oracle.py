@@ -382,9 +382,9 @@ def test_exact_on_long_walks(machine: type[ResidentOracle]) -> None:
 # -- faults that must be noticed -------------------------------------------------------------------------------------
 
 
-def raise_exact_rows(state: DecodeState, lanes: Tensor, emitted: Tensor) -> None:
+def raise_exact_rows(state: DecodeState, lanes: Tensor, emitted: Tensor, row_sums: Tensor) -> None:
     """Rows of all modules are taken for exact one too early."""
-    commit_tokens(state, lanes, emitted)
+    commit_tokens(state, lanes, emitted, row_sums)
     state.ints[lanes, 8 : state.ring] += 1
 
 

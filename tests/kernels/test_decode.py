@@ -14,6 +14,7 @@ from torch import Tensor
 from foredraft.exactness import DraftCycle, ExactRows
 from foredraft.kernels.decode_ops import DecodeKernels, decode_kernels_named, decode_kernels_of
 from foredraft.kernels.decode_state import (
+    BROKEN,
     CYCLE_DEPTH,
     EXACT,
     MAX_TOTAL,
@@ -40,7 +41,7 @@ def target_rows(kernels: DecodeKernels, case: DecodeCase, events: Events) -> dic
 def commit_greedy(kernels: DecodeKernels, case: DecodeCase, events: Events) -> dict[str, Tensor]:
     drafts = REFERENCE.target_rows(case.state, case.lanes, case.num_rows).drafts
     emitted = torch.full_like(events.own, -7)
-    kernels.commit_greedy(case.state, case.lanes, drafts, events.choices(drafts), emitted)
+    kernels.commit_greedy(case.state, case.lanes, drafts, events.choices(drafts), emitted, events.row_sums)
     return {"emitted": emitted}
 
 
@@ -49,7 +50,7 @@ def commit_tokens(kernels: DecodeKernels, case: DecodeCase, events: Events) -> d
     is_emitted = events.agrees.cumprod(dim=1).bool()
     is_emitted[:, 0] = True
     emitted = events.own.masked_fill(~is_emitted, -1)
-    kernels.commit_tokens(case.state, case.lanes, emitted)
+    kernels.commit_tokens(case.state, case.lanes, emitted, events.row_sums)
     return {"emitted": emitted}
 
 
@@ -131,8 +132,9 @@ class Request:
 
     def take(self, results: dict[str, Tensor]) -> None:
         """Go through the cycle that had these results."""
+        first = int(results["emitted"][self.lane, 0])
         emitted = [token for token in results["emitted"][self.lane].tolist() if token >= 0]
-        assert bool(emitted) == (self.slot != NOBODY and self.num_tokens < self.end)
+        assert (bool(emitted) or first == BROKEN) == (self.slot != NOBODY and self.num_tokens < self.end)
         self._place(emitted)
         self.exact = self.exact.after_verify(len(emitted) - 1) if emitted else self.exact._replace(cycle=None)
         self.num_tokens += len(emitted)

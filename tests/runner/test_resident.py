@@ -24,10 +24,13 @@ from foredraft.kernels.decode_state import (
     NUM_DRAFTS,
     NUM_TOKENS,
     ORIGIN,
+    RESERVED_SLOT,
     RING_SIZE,
     SEED,
     TOP_K,
+    DecodeState,
 )
+from foredraft.kernels.torch import decode
 from foredraft.models.loader import LoadedModel, load_checkpoint
 from foredraft.plan import RequestPlan, RequestTerms, WindowPlan
 from foredraft.runner.resident import decoder as resident_decoder
@@ -227,6 +230,41 @@ def check_tables(bench: Bench) -> None:
             assert on_device == list(blocks), name
         held = bench.engine.cache.block_tables(name) if name in bench.engine.scheduler else slot.tables
         assert [len(blocks) for blocks in held] >= [len(blocks) for blocks in slot.tables]
+
+
+@given(decodes(), st.integers(0, 5))
+def test_the_device_counts_exact_rows_as_the_host_does(
+    case: tuple[ExactRows, int, int, int], num_accepted: int
+) -> None:
+    """After a verification, in the passes over the window that follows, and after the drafts."""
+    exact, num_tokens, num_drafts, depth = case
+    num_accepted = min(num_accepted, num_drafts)
+    num_modules = len(exact.num_exact_rows)
+    exact = exact._replace(origin=min(exact.num_exact_rows))
+    slots = SlotState(SlotLayout(2, num_modules, num_modules, 1, 80, 16), CPU)
+    slots.upload([1], [plan_of(num_tokens, num_drafts, window_plan(exact, num_tokens, depth))])
+    slots.tables[0, 1] = torch.arange(1, 81)  # blocks of one row: row r is slot r + 1
+    state = DecodeState(slots.ints, slots.tables, num_modules, 1, 4096)
+    lanes, emitted = torch.tensor([NOBODY, 1]), torch.full((2, num_modules + 1), -1)
+    emitted[1, : num_accepted + 1] = 9
+    decode.commit_tokens(state, lanes, emitted, torch.zeros(emitted.shape))
+    verified, committed = exact.after_verify(num_accepted), num_tokens + num_accepted + 1
+    assert slots.ints[1, EXACT : state.ring].tolist() == list(verified.num_exact_rows)
+    assert slots.ints[1, [NUM_TOKENS, NUM_DRAFTS, CYCLE_DEPTH]].tolist() == [committed, 0, 0]
+    window = decode.draft_window(state, lanes, torch.tensor([0, depth]), 80, num_modules, 0)
+    assert window.num_drafts.tolist() == [0, depth]
+    assert int(window.starts[1]) == verified.window_start(depth)
+    for index in range(depth):
+        rows = decode.pass_rows(state, lanes, window, index, 0)
+        stored = [slot - 1 for slot in rows.slots.tolist() if slot != RESERVED_SLOT]
+        assert stored == list(range(verified.num_exact_rows[index], committed - 1)), "exact rows stay as they are"
+        assert rows.num_rows.tolist() == [0, committed - 1 - verified.window_start(depth)]
+        assert rows.origins.tolist() == [0, exact.origin]
+    decode.finish_window(state, lanes, window)
+    drafted = verified.after_draft(committed, committed - 1, depth)
+    assert slots.ints[1, EXACT : state.ring].tolist() == list(drafted.num_exact_rows)
+    assert slots.ints[1, [NUM_DRAFTS, CYCLE_DEPTH]].tolist() == [depth, depth]
+    assert not slots.ints[NOBODY].any()
 
 
 # -- padding ---------------------------------------------------------------------------------------------------------

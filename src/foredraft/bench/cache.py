@@ -24,8 +24,7 @@ from foredraft.errors import ConfigError, ForedraftError
 from foredraft.exactness import ExactRows
 from foredraft.plan import RequestResult, RequestTerms, StepPlan, StepResult, StepTimes
 from foredraft.request import Request
-from foredraft.scheduler.scheduler import Committed, Scheduler
-from foredraft.scheduler.shares import SchedulerLimits
+from foredraft.scheduler.scheduler import Committed, Scheduler, SchedulerLimits
 
 CASES = ("nothing", "the prefix", "the whole prompt")
 """How much of a prompt is cached when it comes."""

@@ -86,7 +86,7 @@ def build_engine(
         use_graphs = config.cuda_graphs != "off"
         return ResidentDecoder(model, config.max_num_seqs, max_depth, max_blocks, use_graphs=use_graphs)
 
-    is_resident = execution != "reference" and drafter_type is Drafter
+    is_resident = execution in ("overlapped", "synchronous") and drafter_type is Drafter
     runner_settings = RunnerSettings(verification, tools.compiler, make_resident if is_resident else None)
 
     def make_runner(storage: CacheStorage, host_storage: CacheStorage | None = None) -> ModelRunner:

@@ -158,7 +158,7 @@ class Engine:
             raise
 
     def set_num_speculative_tokens(self, request_id: str, num_speculative_tokens: int) -> None:
-        """Change how many tokens a running request drafts a step; takes effect with the next step."""
+        """Change how many tokens a running request drafts a step; takes effect with the next step to be launched."""
         self._check_depth(num_speculative_tokens)
         if request_id not in self.scheduler:
             raise RequestError(f"request_id {request_id!r} is not that of a request that runs")
@@ -193,7 +193,7 @@ class Engine:
     def _run(self) -> tuple[StepPlan, StepResult]:
         """Run the next step to its end; where steps overlap, the one after it has been launched when this returns."""
         under_way, self._under_way = self._under_way, None
-        if under_way is None:
+        if under_way is None or not self.scheduler.has_member(under_way[0]):
             first = self.scheduler.plan()
             if not first.requests:
                 raise RuntimeError(f"no request can proceed: {self.scheduler.unfinished_ids}")

@@ -17,6 +17,9 @@ NUM_TOKENS, NUM_DRAFTS, CYCLE_DEPTH, MAX_TOTAL, ORIGIN, SEED, TOP_K, EXACT = ran
 """Columns: n, pending drafts, how many modules made them, where the sequence ends at the latest, the modules' first
 row, the seed, top-k; then E_1..E_M (`num_exact_rows`), then the ring of tokens."""
 
+BROKEN = -2
+"""Emitted, alone, by a lane whose rows hold numbers that are none; the state stays as it was."""
+
 RING_SIZE = 128
 """Tokens that are kept of a sequence, pending drafts included, by position modulo this; a power of two."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -143,20 +144,30 @@ class ModelRunner:
         self.copy_blocks(plan.copies)
         for request in plan.requests:
             self._leave(request)
-        self._run_target([p for p in plan.requests if p.token_ids])
-        for request in plan.requests:
+        finite = self._run_target([p for p in plan.requests if p.token_ids])
+        broken = {p.request_id for p in plan.requests if not _is_whole(p, finite, 0)}
+        whole = [request for request in plan.requests if request.request_id not in broken]
+        for request in whole:
             if request.terms.num_prompt_logprobs is not None:
                 self._memory(request).score_prompt(request, partial(self._logits_of_rows, request))
-        sampling = [p for p in plan.requests if p.is_sampling and p.num_tokens < p.terms.max_total_tokens]
+        sampling = [p for p in whole if p.is_sampling and p.num_tokens < p.terms.max_total_tokens]
         logits = self._logits(sampling)
         forwarded = self._now()
         decisions = self._decide(sampling, logits)
+        broken |= {
+            p.request_id for p in sampling if not _is_whole(p, finite, len(decisions[p.request_id].token_ids) - 1)
+        }
+        whole = [request for request in whole if request.request_id not in broken]
         verified = self._now()
-        drafts = self._draft(plan.requests, decisions)
+        drafts = self._draft(whole, decisions)
         drafted = self._now()
         masks, num_masks = (now - before for now, before in zip(self._mask_counts(plan.requests), masks_before))
         times = StepTimes(forwarded - started, verified - forwarded, drafted - verified, masks, int(num_masks))
-        return StepResult(tuple(self._result(p, decisions, drafts) for p in plan.requests), times)
+        results = (
+            RequestResult.broken(p.request_id) if p.request_id in broken else self._result(p, decisions, drafts)
+            for p in plan.requests
+        )
+        return StepResult(tuple(results), times)
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request that is over."""
@@ -224,12 +235,18 @@ class ModelRunner:
         assert self.host_storage is not None
         return self.host_storage
 
-    def _run_target(self, plans: Sequence[RequestPlan]) -> None:
-        """Forward all target rows and store h0."""
-        if plans:
-            inputs = target_inputs(plans, self.storage, self.target.device)
-            hidden = self.target.forward(inputs.token_ids, inputs.positions, inputs.paged)
-            self.storage.hidden.index_copy_(0, inputs.hidden_slots, hidden)
+    def _run_target(self, plans: Sequence[RequestPlan]) -> dict[str, Tensor]:
+        """Forward all target rows and store h0. Returns which rows are finite, by request, unless all are."""
+        if not plans:
+            return {}
+        inputs = target_inputs(plans, self.storage, self.target.device)
+        hidden = self.target.forward(inputs.token_ids, inputs.positions, inputs.paged)
+        self.storage.hidden.index_copy_(0, inputs.hidden_slots, hidden)
+        is_finite = hidden.sum(dim=-1, dtype=torch.float32).isfinite()
+        if bool(is_finite.all()):
+            return {}
+        ends = itertools.accumulate(len(plan.token_ids) for plan in plans)
+        return {plan.request_id: is_finite[end - len(plan.token_ids) : end] for plan, end in zip(plans, ends)}
 
     def _logits(self, plans: Sequence[RequestPlan]) -> Tensor:
         """The target's logits [R, V] at the rows that are sampled, from h0 as it is cached."""
@@ -307,3 +324,9 @@ class ModelRunner:
                 for group in layout.module_groups
             },
         )
+
+
+def _is_whole(plan: RequestPlan, finite: Mapping[str, Tensor], num_accepted: int) -> bool:
+    """Whether the rows of a request that stay are finite: those of rejected drafts do not count."""
+    rows = finite.get(plan.request_id)
+    return rows is None or bool(rows[: len(plan.token_ids) - plan.num_draft_tokens + num_accepted].all())

@@ -24,6 +24,8 @@ _PARAMS = SamplingParams(temperature=1.0, top_p=0.99, typical_p=0.99, repetition
 """Sampling that changes all logits and ranks the whole vocabulary at every row, which takes the most memory."""
 _PLAIN = SamplingParams(temperature=1.0)
 """Sampling of steps whose state is on the device, with their graphs and what drafts were drawn from."""
+_FILTERED = SamplingParams(temperature=1.0, top_k=50, top_p=0.99, min_p=0.01, typical_p=0.99)
+"""The same with all filters, which take the most memory of a graph."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def run_largest_steps(
     runner.execute(prefill)
     for request in prefill.requests:
         runner.forget(request.request_id)  # others come under the same ids
-    for params in (_PARAMS, _PLAIN):
+    for params in (_PARAMS, _PLAIN, _FILTERED):
         steps = replace(steps, params=params)
         drafted = runner.execute(steps.decode([(0,)] * config.max_num_seqs, 0))
         pending = [(result.token_ids[-1], *result.draft_token_ids) for result in drafted.requests]

@@ -57,6 +57,10 @@ class Lookahead:
                 plans.append(self._shares.plan(request, share))
         return StepPlan(tuple(plans))
 
+    def has_member(self, plan: StepPlan | AheadPlan) -> bool:
+        """Whether any request of a plan is still running."""
+        return any(self._member(one.terms) is not None for one in plan.requests)
+
     def _member(self, terms: RequestTerms) -> Request | None:
         """The request of these terms, if it is still running."""
         request = self._requests.get(terms.request_id)

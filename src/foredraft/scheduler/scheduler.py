@@ -14,7 +14,8 @@ from foredraft.plan import AheadPlan, RequestPlan, RequestResult, StepPlan, Step
 from foredraft.request import Request, RequestStatus
 from foredraft.scheduler.lookahead import Lookahead
 from foredraft.scheduler.queue import WaitingQueue
-from foredraft.scheduler.shares import SchedulerLimits, Share, Shares
+from foredraft.scheduler.shares import SchedulerLimits as SchedulerLimits
+from foredraft.scheduler.shares import Share, Shares
 from foredraft.scheduler.upkeep import CacheUpkeep
 from foredraft.statistics import SpeculationStats
 from foredraft.stopping import FinishReason
@@ -85,7 +86,10 @@ class Scheduler:
         return request_id in self._requests
 
     def set_depth(self, request_id: str, depth: int) -> None:
-        """Draft `depth` tokens a step from the next step on; 0 stops drafting. The caller has checked the bound."""
+        """Draft `depth` tokens a step from the next step on that is not under way yet; 0 stops drafting.
+
+        The caller has checked the bound.
+        """
         request = self._requests[request_id]
         request.depth = depth
         request.max_depth = max(request.max_depth, depth)
@@ -146,6 +150,10 @@ class Scheduler:
         if self._waiting and len(self._running) < self._limits.max_num_seqs and not self._is_settled:
             return None  # somebody may be able to start
         return self._lookahead.plan(under_way, len(self._running))
+
+    def has_member(self, plan: StepPlan | AheadPlan) -> bool:
+        """Whether any request of a step under way is still running."""
+        return self._lookahead.has_member(plan)
 
     def resolve(self, plan: AheadPlan) -> StepPlan:
         """What a step that was planned ahead is, now that the one before it has been committed."""
@@ -247,7 +255,11 @@ class Scheduler:
             request = self._requests.get(terms.request_id)
             if request is None or request.arrival != terms.arrival:
                 continue
-            if request_plan.is_sampling:
+            if outcome.is_broken:
+                request.error = outcome.error
+                self._finish(request, FinishReason.ERROR)
+                committed.append(Committed(request, (), ()))
+            elif request_plan.is_sampling:
                 committed.append(self._commit_tokens(request, request_plan, outcome, ends.get(request.request_id)))
             else:
                 self._commit_rows(request, request_plan)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foredraft.kernels.decode_state import (
+    BROKEN,
     CYCLE_DEPTH,
     EXACT,
     MAX_TOTAL,
@@ -44,14 +45,16 @@ def target_rows(state: DecodeState, lanes: Tensor, num_rows: int) -> TargetRows:
     )
 
 
-def commit_tokens(state: DecodeState, lanes: Tensor, emitted: Tensor) -> None:
+def commit_tokens(state: DecodeState, lanes: Tensor, emitted: Tensor, row_sums: Tensor) -> None:
     """Take what was emitted: ids [B, R] int64, -1 padded, accepted drafts first; n and E_k rise (`after_verify`).
 
-    A lane that is at its end has emitted nothing, whatever `emitted` says: that part is overwritten with -1.
+    A lane that is at its end has emitted nothing, whatever `emitted` says: that part is overwritten with -1. So has one
+    where the row of an emitted token has a sum, row_sums [B, R] float32, that is not finite: it emits BROKEN.
     """
     ints = state.ints.index_select(0, lanes)
     n, exact, ring = ints[:, NUM_TOKENS], ints[:, EXACT : state.ring], ints[:, state.ring :]
-    is_active = n < ints[:, MAX_TOTAL]
+    is_broken = (~row_sums.isfinite() & (emitted >= 0)).any(dim=1) & (n < ints[:, MAX_TOTAL])
+    is_active = (n < ints[:, MAX_TOTAL]) & ~is_broken
     emitted.masked_fill_(~is_active[:, None], -1)
     num_accepted = (emitted >= 0).sum(dim=1) - 1
     index = (n[:, None] + _arange(emitted.shape[1], ints)) & (RING_SIZE - 1)
@@ -63,17 +66,20 @@ def commit_tokens(state: DecodeState, lanes: Tensor, emitted: Tensor) -> None:
     n += num_accepted + 1
     ints[:, NUM_DRAFTS] = 0
     ints[:, CYCLE_DEPTH] = 0
+    emitted[:, 0].masked_fill_(is_broken, BROKEN)
     state.ints.index_copy_(0, lanes, ints)
 
 
-def commit_greedy(state: DecodeState, lanes: Tensor, drafts: Tensor, own: Tensor, emitted: Tensor) -> None:
+def commit_greedy(
+    state: DecodeState, lanes: Tensor, drafts: Tensor, own: Tensor, emitted: Tensor, row_sums: Tensor
+) -> None:
     """Accept drafts as far as they are the target's own choice, and one of those after them; then `commit_tokens`.
 
     drafts [B, R-1] int64, -1 padded; own [B, R] int64; emitted [B, R] int64 is written, -1 after the last token.
     """
     num_matches = (drafts == own[:, :-1]).cumprod(dim=1).sum(dim=1)
     emitted.copy_(own.masked_fill(_arange(own.shape[1], own) > num_matches[:, None], -1))
-    commit_tokens(state, lanes, emitted)
+    commit_tokens(state, lanes, emitted, row_sums)
 
 
 def draft_window(

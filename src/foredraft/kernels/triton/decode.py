@@ -16,6 +16,7 @@ from foredraft.kernels import decode_state
 from foredraft.kernels.decode_state import DecodeState, DraftWindow, PassRows, TargetRows
 
 _NOBODY = tl.constexpr(decode_state.NOBODY)
+_BROKEN = tl.constexpr(decode_state.BROKEN)
 _RESERVED_SLOT = tl.constexpr(decode_state.RESERVED_SLOT)
 _NUM_TOKENS = tl.constexpr(decode_state.NUM_TOKENS)
 _NUM_DRAFTS = tl.constexpr(decode_state.NUM_DRAFTS)
@@ -58,24 +59,29 @@ def target_rows(state: DecodeState, lanes: Tensor, num_rows: int) -> TargetRows:
     return rows
 
 
-def commit_tokens(state: DecodeState, lanes: Tensor, emitted: Tensor) -> None:
+def commit_tokens(state: DecodeState, lanes: Tensor, emitted: Tensor, row_sums: Tensor) -> None:
     """See `foredraft.kernels.torch.decode`."""
-    _commit(state, lanes, None, emitted, emitted)
+    _commit(state, lanes, None, emitted, emitted, row_sums)
 
 
-def commit_greedy(state: DecodeState, lanes: Tensor, drafts: Tensor, own: Tensor, emitted: Tensor) -> None:
+def commit_greedy(
+    state: DecodeState, lanes: Tensor, drafts: Tensor, own: Tensor, emitted: Tensor, row_sums: Tensor
+) -> None:
     """See `foredraft.kernels.torch.decode`."""
     assert drafts.is_contiguous()
     assert own.is_contiguous()
-    _commit(state, lanes, drafts, own, emitted)
+    _commit(state, lanes, drafts, own, emitted, row_sums)
 
 
-def _commit(state: DecodeState, lanes: Tensor, drafts: Tensor | None, ids: Tensor, emitted: Tensor) -> None:
+def _commit(
+    state: DecodeState, lanes: Tensor, drafts: Tensor | None, ids: Tensor, emitted: Tensor, row_sums: Tensor
+) -> None:
     assert emitted.is_contiguous()
+    assert row_sums.is_contiguous()
     num_rows = emitted.shape[1]
     padded, padded_modules = triton.next_power_of_2(num_rows), _padded_modules(state)
     _commit_kernel[(len(lanes),)](
-        _lanes(state, lanes), drafts, ids, emitted, num_rows, padded, padded_modules, num_warps=1
+        _lanes(state, lanes), drafts, ids, emitted, row_sums, num_rows, padded, padded_modules, num_warps=1
     )
 
 
@@ -182,6 +188,7 @@ def _commit_kernel(
     drafts_ptr: tl.tensor | None,
     ids_ptr: tl.tensor,
     emitted_ptr: tl.tensor,
+    row_sums_ptr: tl.tensor,
     width: int,
     padded: tl.constexpr,
     padded_modules: tl.constexpr,
@@ -200,8 +207,11 @@ def _commit_kernel(
         drafts = tl.load(drafts_ptr + at - lane, column < width - 1, -1)
         num_matches = tl.min(tl.where((drafts != ids) | (column >= width - 1), column, padded), 0)
         ids = tl.where(column <= num_matches, ids, -1)
+    sums = tl.load(row_sums_ptr + at, inside & (ids >= 0), 0.0)
+    is_broken = is_active & (tl.max(((sums != sums) | (tl.abs(sums) == float("inf"))).to(tl.int32), 0) > 0)
+    is_active = is_active & (is_broken == 0)
     ids = tl.where(is_active, ids, -1)
-    tl.store(emitted_ptr + at, ids, inside)
+    tl.store(emitted_ptr + at, tl.where(is_broken & (column == 0), _BROKEN, ids), inside)
     if slot != _NOBODY:
         num_emitted = tl.sum((ids >= 0).to(tl.int64), 0)
         tl.debug_barrier()  # what is read above is written below, maybe by other threads

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foredraft.kernels.decode_state import NOBODY
+from foredraft.kernels.decode_state import BROKEN, NOBODY
 from foredraft.plan import AheadRequest, RequestPlan, RequestResult, StepTimes
 from foredraft.runner.resident.graphs import GraphCache
 from foredraft.runner.resident.mailbox import Mailbox, MailboxSize
@@ -63,7 +63,9 @@ class Flight:
         emitted = self._emitted.tolist()
         drafts = self._drafts.tolist() if self._drafts is not None else [()] * len(emitted)
         return {
-            request_id: RequestResult(request_id, _until_padding(tokens), _until_padding(drafted))
+            request_id: RequestResult.broken(request_id)
+            if tokens[0] == BROKEN
+            else RequestResult(request_id, _until_padding(tokens), _until_padding(drafted))
             for request_id, tokens, drafted in zip(self.request_ids, emitted, drafts)
         }
 

@@ -98,12 +98,13 @@ def run_target(model: ResidentModel, slots: SlotState, mailbox: Mailbox, shape: 
     rows = model.decode.target_rows(step.state, step.lanes, shape.num_rows)
     hidden = _target_forward(step, rows, shape.num_rows)
     emitted = mailbox.emitted(shape.num_lanes, shape.num_rows)
+    row_sums = hidden.sum(dim=-1, dtype=torch.float32).view_as(emitted)
     if not shape.kind.is_sampled and model.settings.synthetic_rates is None:
         own = model.target.greedy_ids(hidden).view_as(emitted)
-        model.decode.commit_greedy(step.state, step.lanes, rows.drafts, own, emitted)
+        model.decode.commit_greedy(step.state, step.lanes, rows.drafts, own, emitted, row_sums)
     else:
         emitted.copy_(_decide(step, rows.drafts, hidden, shape.kind))
-        model.decode.commit_tokens(step.state, step.lanes, emitted)
+        model.decode.commit_tokens(step.state, step.lanes, emitted, row_sums)
 
 
 def _target_forward(step: LaneStep, rows: TargetRows, num_rows: int) -> Tensor:
