@@ -76,7 +76,8 @@ class Events:
         chosen = torch.randint(VOCAB_SIZE, (case.max_depth, shape[0]), generator=generator)
         sums, kinds = torch.randn(shape, generator=generator), torch.rand(shape, generator=generator)
         sums = sums.masked_fill(kinds < 0.01, torch.nan).masked_fill(kinds > 0.99, torch.inf)
-        return cls(*(tensor.to(DEVICE) for tensor in (own, agrees, depths, chosen, sums)), is_sampled)
+        own, agrees, depths, chosen, sums = (each.to(DEVICE) for each in (own, agrees, depths, chosen, sums))
+        return cls(own, agrees, depths, chosen, sums, is_sampled)
 
     def choices(self, drafts: Tensor) -> Tensor:
         """The target's own tokens [B, R] where `drafts` [B, R-1] are pending."""

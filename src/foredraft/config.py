@@ -71,8 +71,9 @@ class EngineConfig:
         "among the N that are frequent in a file: a .json list of token ids, or a text (.txt, .jsonl); builtin: those "
         "of the built-in model",
     )
-    draft_head_bits: int = _setting(
-        16, "8: draft with an int8 copy of the head, which is faster; 16: with its own numbers"
+    draft_head_bits: int | None = _setting(
+        None,
+        "bits of the head that drafts are chosen with: 16 for its own numbers, or 8; what measures best if left out",
     )
     execution: Execution = _setting(
         "auto",
@@ -174,7 +175,7 @@ class EngineConfig:
         _at_least("draft_vocab_size", self.draft_vocab_size, 1)
         if self.draft_vocab is not None and self.draft_vocab_size is None:
             raise ConfigError("draft_vocab needs draft_vocab_size: how many of its tokens to draft among")
-        if isinstance(self.draft_head_bits, bool) or self.draft_head_bits not in (8, 16):
+        if isinstance(self.draft_head_bits, bool) or self.draft_head_bits not in (None, 8, 16):
             raise ConfigError(f"draft_head_bits must be 16 or 8, not {self.draft_head_bits!r}")
 
     def _check_cache_size(self) -> None:

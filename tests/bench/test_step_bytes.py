@@ -10,7 +10,7 @@ import pytest
 from tiny_models import tiny_alternating, tiny_llama
 
 from foredraft import LLM
-from foredraft.bench.step_bytes import ModelBytes, StepBytes, draft_head_bytes
+from foredraft.bench.step_bytes import ModelBytes, StepBytes
 
 HIDDEN, INNER, VOCAB, KV_WIDTH = 32, 64, 64, 2 * 2 * 8
 LAYER = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * (KV_WIDTH // 2) + 3 * HIDDEN * INNER + 2 * HIDDEN
@@ -58,8 +58,9 @@ def test_no_more_is_read_than_windows_hold(tmp_path: Path) -> None:
     assert model.step(1, 100.0, 1).module_kv == 4 * 16 * KV_WIDTH
 
 
-def test_a_draft_head_in_8_bits_has_a_scale_for_each_row() -> None:
-    assert draft_head_bytes(2 * 100 * 8, 100, 8) == 2 * 100 * 8
-    assert draft_head_bytes(2 * 100 * 8, 100, 8, draft_vocab_size=10) == 2 * 10 * 8
-    assert draft_head_bytes(2 * 100 * 8, 100, 8, draft_vocab_size=10, bits=8) == 10 * (8 + 4)
-    assert draft_head_bytes(2 * 100 * 8, 100, 8, bits=16) == 2 * 100 * 8
+@pytest.mark.parametrize(("bits", "num_bytes"), [(16, 64 * 32 * 4), (8, 64 * (32 + 4))])
+def test_the_draft_head_is_the_one_that_is_used(tmp_path: Path, bits: int, num_bytes: int) -> None:
+    llm = LLM(tiny_llama(tmp_path / "model"), device="cpu", draft_head_bits=bits)
+    assert ModelBytes.of(llm).draft_head == num_bytes
+    llm = LLM(tmp_path / "model", device="cpu", draft_head_bits=bits, draft_vocab_size=16)
+    assert ModelBytes.of(llm).draft_head == num_bytes // 4

@@ -16,7 +16,7 @@ def drawn(num_tokens: int, index: int) -> torch.Tensor:
     window = Window("request", 0, 0, num_tokens, (), (), 1, 8, 0, torch.empty(0), {})
     sampling = SamplingTensors.from_params([(1.0, 0, 1.0, seed) for seed in range(NUM_WINDOWS)])
     drafter = object.__new__(Drafter)  # what it chooses depends on its arguments and on the tokens of its head
-    drafter._head = DraftHead.build(torch.zeros(1, 1))
+    drafter.head = DraftHead.build(torch.zeros(1, 1))
     token_ids, probs = drafter.choose(index, [window] * NUM_WINDOWS, torch.zeros(NUM_WINDOWS, VOCAB_SIZE), sampling)
     assert probs is not None
     return token_ids

@@ -11,9 +11,6 @@ from torch import Tensor, nn
 from foredraft import LLM
 from foredraft.cache.groups import CacheLayout, KVShape
 
-SCALE_BYTES = 4
-"""Of a row of a draft head in 8 bits, whose scale is a float32."""
-
 
 @dataclass(frozen=True)
 class StepBytes:
@@ -54,12 +51,11 @@ class ModelBytes:
     @classmethod
     def of(cls, llm: LLM) -> ModelBytes:
         """Of the model that `llm` has loaded, with the draft head that its settings ask for."""
-        loaded, layout, config = llm.loaded, llm.engine.runner.storage.layout, llm.config
+        loaded, layout = llm.loaded, llm.engine.runner.storage.layout
         target, mtp = loaded.target, loaded.mtp
         weights = model_weights(target, () if mtp is None else mtp.layers, _shared_norm(mtp))
-        head, vocab_size = weights[1], llm.engine.limits.vocab_size
-        draft = draft_head_bytes(head, vocab_size, layout.hidden_size, config.draft_vocab_size, config.draft_head_bits)
-        return cls.from_weights(*weights, draft, layout)
+        head = llm.engine.runner.draft_head
+        return cls.from_weights(*weights, 0 if head is None else head.num_bytes, layout)
 
     @classmethod
     def from_weights(
@@ -106,15 +102,6 @@ def model_weights(
         _num_bytes(_tensors(head)),
         tuple(_num_bytes(_tensors(module)) + after_each for module in modules),
     )
-
-
-def draft_head_bytes(
-    head: int, vocab_size: int, hidden_size: int, draft_vocab_size: int | None = None, bits: int = 16
-) -> int:
-    """Bytes of the head that chooses drafts: of `draft_vocab_size` rows (None: all) of the target's, which has `head`
-    bytes in all; in 8 bits with a scale for each row, or (16) as stored."""
-    num_rows = draft_vocab_size or vocab_size
-    return num_rows * (hidden_size + SCALE_BYTES if bits == 8 else head // vocab_size)
 
 
 def _shared_norm(mtp: Any) -> nn.Module | None:

@@ -246,7 +246,7 @@ def _engine_settings(llm: LLM) -> dict[str, Any]:
     return {
         "quantization": config.quantization,
         "draft_vocab_size": config.draft_vocab_size,
-        "draft_head_bits": config.draft_head_bits,
+        "draft_head_bits": head.bits if (head := llm.engine.runner.draft_head) is not None else None,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "verification": llm.engine.limits.verification,
         "marks": config.marks,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from foredraft.config import EngineConfig
 from foredraft.errors import ConfigError
-from foredraft.models.draft_head import DraftHead
+from foredraft.models.draft_head import DraftHead, best_bits
 from foredraft.models.draft_vocab import builtin_ranking, frequent_tokens, read_ranking
 from foredraft.models.loader import LoadedModel
 from foredraft.models.target import TargetModel
@@ -24,10 +24,11 @@ def build_draft_head(config: EngineConfig, loaded: LoadedModel, target: TargetMo
     if size is not None and size > target.vocab_size:
         raise ConfigError(f"draft_vocab_size={size} is more than the {target.vocab_size} token ids")
     weight, bias, scales = target.head_weights
+    bits = config.draft_head_bits or best_bits(weight)
     if config.draft_vocab is None or size is None:
         first = [None if rows is None else rows[:size] for rows in (bias, scales)]
-        return DraftHead.build(weight[:size], first[0], None, config.draft_head_bits, first[1])
+        return DraftHead.build(weight[:size], first[0], None, bits, first[1])
     path = builtin_ranking() if config.draft_vocab == BUILTIN else Path(config.draft_vocab)
     ranking = read_ranking(path, loaded.tokenizer)
     token_ids = frequent_tokens(ranking, size, target.vocab_size, loaded.eos_token_ids)
-    return DraftHead.build(weight, bias, token_ids, config.draft_head_bits, scales)
+    return DraftHead.build(weight, bias, token_ids, bits, scales)

@@ -16,6 +16,14 @@ from foredraft.models.quantization import Int8Linear
 
 _INT8_ENGINES = ("x86", "fbgemm")
 """What torch multiplies int8 with on a CPU that `Int8Linear` runs on."""
+_LARGE = 2**24
+"""Numbers of a head from which on a CPU gains by 8 bits; smaller ones cost next to nothing as they are."""
+
+
+def best_bits(weight: Tensor) -> int:
+    """The bits of a draft head that measured best for a target's head `weight`: see docs/benchmarks.md."""
+    is_fast = weight.device.type == "cpu" and torch.backends.quantized.engine in _INT8_ENGINES
+    return 8 if is_fast and weight.numel() >= _LARGE else 16
 
 
 class DraftHead:
@@ -61,6 +69,17 @@ class DraftHead:
         if bits == 8 and scales is None:
             weight, scales = int8_rows(weight)
         return cls(weight, bias, scales, token_ids, vocab_size)
+
+    @property
+    def bits(self) -> int:
+        """8, or 16 for numbers as the target has them."""
+        return 16 if self.scales is None else 8
+
+    @property
+    def num_bytes(self) -> int:
+        """What is read for one draft."""
+        parts = [part for part in (self.weight, self.bias, self.scales) if part is not None]
+        return sum(part.numel() * part.element_size() for part in parts)
 
     @property
     def num_tokens(self) -> int:

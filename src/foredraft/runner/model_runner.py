@@ -13,6 +13,7 @@ from torch import Tensor
 
 from foredraft.cache.storage import CacheStorage
 from foredraft.logprobs import TokenLogprob
+from foredraft.models.draft_head import DraftHead
 from foredraft.models.target import TargetModel
 from foredraft.plan import AheadPlan, BlockCopy, CopyKind, RequestPlan, RequestResult, StepPlan, StepResult, StepTimes
 from foredraft.runner.inputs import sampled_slots, target_inputs
@@ -65,6 +66,11 @@ class ModelRunner:
         """Capture the CUDA graphs that decoding needs most; see `ResidentDecoder.capture`."""
         if self.resident is not None:
             self.resident.capture()
+
+    @property
+    def draft_head(self) -> DraftHead | None:
+        """What drafts are chosen with; None where none are made."""
+        return self._drafter.head if self._drafter is not None else None
 
     @property
     def captured(self) -> CaptureStats | None:

@@ -77,7 +77,7 @@ class Drafter:
 
     def __init__(self, target: TargetModel, modules: MtpModules, storage: CacheStorage, head: DraftHead) -> None:
         self._target = target
-        self._head = head
+        self.head = head
         self._modules = modules
         self._storage = storage
 
@@ -121,11 +121,11 @@ class Drafter:
         if not drafting:
             return
         last = hidden.index_select(0, chain.last_rows(rows, drafting))
-        logits = self._head.logits(last)
+        logits = self.head.logits(last)
         ruled = [chain.ruled(w, row, state) for row, w in enumerate(drafting) if (state := rules[w]) is not None]
         if ruled:  # what goes wrong there will go wrong at the target's row, and is reported there
-            by_token, _ = apply_rules(self._head.widen(logits, -torch.inf), ruled, is_draft=True)
-            logits = self._head.narrow(by_token)
+            by_token, _ = apply_rules(self.head.widen(logits, -torch.inf), ruled, is_draft=True)
+            logits = self.head.narrow(by_token)
         windows = [chain.windows[w] for w in drafting]
         chosen, probs = self.choose(index, windows, logits, chain.rows_of(sampling, drafting))
         chain.record(index, drafting, chosen, probs)
@@ -135,7 +135,7 @@ class Drafter:
         proposals = {}
         for w in drafting:
             if (state := rules[w]) is not None:
-                token_id = state.proposal_after(chain.drafts_of(w), self._head.known)
+                token_id = state.proposal_after(chain.drafts_of(w), self.head.known)
                 if token_id is not None:
                     proposals[w] = token_id
         return proposals
@@ -146,11 +146,11 @@ class Drafter:
         """Draft number `index` of each window from its module's logits [W, N]: ids [W], and the probabilities
         [W, N] that they were drawn from (None: every draft is a point mass)."""
         if sampling.all_greedy:
-            return self._head.full_ids(greedy(logits)), None
+            return self.head.full_ids(greedy(logits)), None
         probs = probabilities(logits, sampling)
         positions = torch.tensor([window.num_tokens for window in windows], device=logits.device)
         columns = sample(probs, uniform(sampling.seeds, cycle_keys(positions, index), Stream.DRAFT))
-        return self._head.full_ids(columns), probs
+        return self.head.full_ids(columns), probs
 
     def _paged(self, chain: _Chain, rows: PassRows, attention: dict[int, GroupRows]) -> PagedAttention:
         """What a pass needs in the cache. attention: what earlier passes over the same rows have laid out, by group."""
