@@ -47,6 +47,14 @@ def test_rows_are_normed_as_llama_norms_them(kernels: Kernels, num_rows: int, wi
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 576), (9, 96), (3, 40), (0, 64)])
+def test_two_norms_lie_side_by_side(kernels: Kernels, num_rows: int, width: int, dtype: torch.dtype) -> None:
+    norms, rows = [llama_norm(width, dtype) for _ in range(2)], torch.randn(2, num_rows, width, dtype=dtype)
+    joined = kernels.join_rms_norms(rows[0], rows[1], norms[0].weight, norms[1].weight, EPS)
+    assert_close(joined, torch.cat([norms[0](rows[0]), norms[1](rows[1])], dim=-1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 576), (9, 96), (3, 40), (0, 64)])
 def test_the_residual_is_added_before_the_norm(kernels: Kernels, num_rows: int, width: int, dtype: torch.dtype) -> None:
     norm = llama_norm(width, dtype)
     x, residual = torch.randn(2, num_rows, width, dtype=dtype)

@@ -29,6 +29,10 @@ class Kernels(Protocol):
         """`rms_norm` of x + residual, both [T, H], and that sum, rounded."""
         ...
 
+    def join_rms_norms(self, x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, eps: float) -> Tensor:
+        """`rms_norm` of x and of y, both [T, H], each with a weight of its own, side by side: [T, 2 * H]."""
+        ...
+
     def rotate_and_store(
         self,
         qkv: Tensor,
@@ -117,6 +121,7 @@ def _torch_kernels() -> Kernels:
     class TorchKernels:
         rms_norm = staticmethod(norm.rms_norm)
         add_rms_norm = staticmethod(norm.add_rms_norm)
+        join_rms_norms = staticmethod(norm.join_rms_norms)
         rotate_and_store = staticmethod(rotary.rotate_and_store)
         silu_and_mul = staticmethod(activation.silu_and_mul)
         paged_attention = staticmethod(attention.paged_attention)
@@ -133,6 +138,7 @@ def _triton_kernels() -> Kernels:
     class TritonKernels:
         rms_norm = staticmethod(norm.rms_norm)
         add_rms_norm = staticmethod(norm.add_rms_norm)
+        join_rms_norms = staticmethod(norm.join_rms_norms)
         rotate_and_store = staticmethod(rotary.rotate_and_store)
         silu_and_mul = staticmethod(activation.silu_and_mul)
         paged_attention = staticmethod(attention.paged_attention)

@@ -131,8 +131,9 @@ class FusedModules:
         """As `MtpModules.forward`."""
         embed_norm, hidden_norm, post_norm = self._norms[module]
         embeddings: Tensor = self._mtp.embed_tokens(token_ids)
-        parts = [embed_norm(embeddings)[0], hidden_norm(hidden)[0]]
-        joined = torch.cat(parts[::-1] if self._is_hidden_first else parts, dim=-1)
+        parts = [(embeddings, embed_norm.weight), (hidden, hidden_norm.weight)]
+        (first, first_weight), (second, second_weight) = parts[::-1] if self._is_hidden_first else parts
+        joined = self._kernels.join_rms_norms(first, second, first_weight, second_weight, embed_norm.eps)
         projected = apply_linear(self._mtp.layers[module].eh_proj, joined, self._kernels)
         output, residual = self._layers[module](projected, None, positions, self._rotary, paged)
         return post_norm(output, residual)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -16,3 +17,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """See `foredraft.kernels.ops.Kernels`."""
     total = x + residual
     return rms_norm(total, weight, eps), total
+
+
+def join_rms_norms(x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, eps: float) -> Tensor:
+    """See `foredraft.kernels.ops.Kernels`."""
+    return torch.cat([rms_norm(x, x_weight, eps), rms_norm(y, y_weight, eps)], dim=-1)
