@@ -175,7 +175,7 @@ class EngineConfig:
         _at_least("draft_vocab_size", self.draft_vocab_size, 1)
         if self.draft_vocab is not None and self.draft_vocab_size is None:
             raise ConfigError("draft_vocab needs draft_vocab_size: how many of its tokens to draft among")
-        if isinstance(self.draft_head_bits, bool) or self.draft_head_bits not in (None, 8, 16):
+        if type(self.draft_head_bits) not in (int, type(None)) or self.draft_head_bits not in (None, 8, 16):
             raise ConfigError(f"draft_head_bits must be 16 or 8, not {self.draft_head_bits!r}")
 
     def _check_cache_size(self) -> None:
@@ -213,6 +213,14 @@ class EngineConfig:
         rates = self.synthetic_rates or ()
         if len(rates) > num_speculative_tokens:
             raise ConfigError(f"synthetic_acceptance has {len(rates)} rates for {num_speculative_tokens} draft tokens")
+
+    def check_drafts(self, num_speculative_tokens: int) -> None:
+        """Refuse settings of drafts where none is made."""
+        given = [
+            name for name in ("draft_vocab_size", "draft_vocab", "draft_head_bits") if getattr(self, name) is not None
+        ]
+        if given and num_speculative_tokens == 0:
+            raise ConfigError(f"{' and '.join(given)} would have no effect: no drafts are made")
 
     def check_depth(self, num_speculative_tokens: int) -> None:
         """Refuse limits under which a full batch of decodes, each with so many drafts, does not fit a step."""

@@ -474,3 +474,41 @@ def test_what_is_read_is_what_the_plan_has_become(load: Load, monkeypatch: pytes
     bench.engine.abort("goes")
     bench.step()
     assert plans == [({"stays", "goes"}, ["stays"])]
+
+
+# -- what broke once -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [62, 63, 128])
+def test_one_module_chained_over_more_drafts_than_the_device_keeps(tmp_path: Path, depth: int) -> None:
+    """The second request finds its prompt in the cache, so that its first step is a decode that drafts."""
+    path = tiny_llama(tmp_path / "model", num_modules=1, max_position_embeddings=1024)
+    found = []
+    for execution in ("host", "synchronous", "overlapped"):
+        llm = LLM(path, device="cpu", execution=execution, num_speculative_tokens=depth, max_num_seqs=1, block_size=4)
+        wanted = SamplingParams(max_tokens=2 * depth + 20, ignore_eos=True, temperature=0.0)
+        prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+        found.append([llm.generate(prompt, wanted)[0].token_ids for _ in range(2)])
+    assert found[0] == found[1] == found[2]
+
+
+def test_slots_are_never_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever breaks a change off: Ctrl-C while a request is forgotten, for instance."""
+    llm = LLM(tiny_llama(tmp_path / "model"), device="cpu", execution="overlapped", max_num_seqs=1)
+    wanted = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.0)
+    expected = llm.generate([1, 2, 3], wanted)[0].token_ids
+    resident = llm.engine.runner.resident
+    assert resident is not None
+    forget = resident.forget
+
+    def interrupted(request_id: str) -> None:
+        forget(request_id)
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(resident, "forget", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([1, 2, 3], wanted)
+        assert llm.generate([1, 2, 3], wanted)[0].token_ids == expected
+        llm.engine.cache.check_integrity()

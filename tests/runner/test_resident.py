@@ -429,9 +429,9 @@ def test_slots_are_given_out_and_taken_back(load: Callable[[str], LoadedModel]) 
     resident.forget("r0")
     resident.forget("r0")  # what is not there is fine
     assert "r0" not in resident
-    assert len(resident._free) == 1
+    assert len(resident._free_slots()) == 1
     resident.forget_all()
-    assert sorted(resident._free) == [1, 2, 3]
+    assert sorted(resident._free_slots()) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])

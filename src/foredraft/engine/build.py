@@ -29,7 +29,7 @@ from foredraft.models.loader import LoadedModel
 from foredraft.models.mtp import MtpModules
 from foredraft.models.target import TargetModel
 from foredraft.runner.memory import CPU_CACHE_BYTES, CacheDemand, CacheSize, size_cache
-from foredraft.runner.model_runner import ModelRunner, RunnerSettings
+from foredraft.runner.model_runner import ModelRunner, RunnerSettings, current_device
 from foredraft.runner.profiling import GPU_MEMORY_UTILIZATION, measure_memory, profile_memory
 from foredraft.runner.resident.decoder import ResidentDecoder
 from foredraft.runner.resident.step import ResidentModel
@@ -49,6 +49,16 @@ def build_engine(
     target_type: Callable[[PreTrainedModel], TargetModel] = TargetModel,
 ) -> Engine:
     """Put an engine together for a loaded checkpoint. Raises ConfigError for settings that do not fit it."""
+    with current_device(loaded.target.device):
+        return _build(loaded, config, drafter_type, target_type)
+
+
+def _build(
+    loaded: LoadedModel,
+    config: EngineConfig,
+    drafter_type: Callable[[TargetModel, MtpModules, CacheStorage, DraftHead], Drafter],
+    target_type: Callable[[PreTrainedModel], TargetModel],
+) -> Engine:
     config.check_device(loaded.target.device.type)
     _warn_of_unreal_output(config)
     target = target_type(loaded.target)
@@ -56,6 +66,7 @@ def build_engine(
     max_depth = resolve_depth(config, modules.num_modules if modules is not None else 0)
     config.check_depth(max_depth)
     config.check_rates(max_depth)
+    config.check_drafts(max_depth)
     draft_head = build_draft_head(config, loaded, target)
     module_shapes = modules.kv_shapes if modules is not None else ()
     layout = CacheLayout.build(target.kv_shapes, module_shapes, target.hidden_size, target.dtype)

@@ -135,8 +135,8 @@ class Engine:
             return None
         with self._whole():
             request = self.scheduler.abort(request_id)
-        if request is not None:
-            self._close(request)
+            if request is not None:
+                self._close(request)
         return request
 
     @contextmanager
@@ -177,7 +177,7 @@ class Engine:
     def _step(self) -> list[Committed]:
         started = time.perf_counter()
         before = self._scheduler_counts()
-        with self._whole():
+        with self._whole(), self.runner.on_device():
             plan, result = self._run()
             result, ends = self._add_texts(plan, result)
             committed = self.scheduler.commit(plan, result, ends)
@@ -255,7 +255,8 @@ class Engine:
             return
         with self._whole():
             self.cache.spill_cached()
-        self.runner.copy_blocks(self.cache.take_copies(), is_final=True)
+        with self.runner.on_device():
+            self.runner.copy_blocks(self.cache.take_copies(), is_final=True)
         place = self._kept.directory, self._kept.signature, self.cache, self.runner.host_storage
         try:
             if self._has_lost_cache:  # what was saved before is as good as ever

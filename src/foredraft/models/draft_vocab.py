@@ -32,9 +32,10 @@ def read_ranking(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> list[
         if tokenizer is None:
             raise ConfigError(f"draft_vocab={str(path)!r} is a text, but the model has no tokenizer: name a .json file")
         return ranked(count_tokens(read_texts(path), tokenizer))
+    text = _contents(path)
     try:
-        ranking: Any = json.loads(_contents(path))
-    except ValueError as error:
+        ranking: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"draft_vocab={str(path)!r} is not JSON: {error}") from error
     if not isinstance(ranking, list) or not all(type(token_id) is int and token_id >= 0 for token_id in ranking):
         raise ConfigError(f"draft_vocab={str(path)!r} is not a list of token ids")
@@ -49,19 +50,24 @@ def read_texts(path: Path) -> Iterator[str]:
         for number, line in enumerate(_contents(path).splitlines(), start=1):
             try:
                 yield from _strings(json.loads(line) if line.strip() else None)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"draft_vocab: {path}, line {number} is not JSON: {error}") from error
     else:
         raise ConfigError(f"draft_vocab={str(path)!r} must end in .json (token ids), .txt or .jsonl (texts)")
 
 
 def count_tokens(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Counter[int]:
-    """How often each token stands in the texts, special tokens left out."""
+    """How often each token stands in the texts, special tokens left out. Raises ConfigError if there is no text."""
     counts: Counter[int] = Counter()
     for text in texts:
+        text = text.encode(
+            "utf-8", "replace"
+        ).decode()  # JSON may hold halves of characters, tokenizers do not take them
         for start in range(0, len(text), _CHARACTERS_AT_ONCE):
             part = text[start : start + _CHARACTERS_AT_ONCE]
             counts.update(tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
+    if not counts:
+        raise ConfigError("draft_vocab: there is no text to count tokens in")
     return counts
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -60,6 +61,10 @@ class ModelRunner:
         self._verification = Verification(settings.verification)
         self._memories: dict[str, RequestMemory] = {}
         self.resident = settings.resident(storage) if settings.resident is not None else None
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """Kernels and graphs are launched on the current device of a thread: within this it is the model's."""
+        return current_device(self.target.device)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -330,6 +335,11 @@ class ModelRunner:
                 for group in layout.module_groups
             },
         )
+
+
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a CUDA device the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _is_whole(plan: RequestPlan, finite: Mapping[str, Tensor], num_accepted: int) -> bool:

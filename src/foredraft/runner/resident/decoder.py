@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foredraft.kernels.decode_state import BROKEN, NOBODY
+from foredraft.kernels.decode_state import BROKEN, NOBODY, RING_SIZE
 from foredraft.plan import AheadRequest, RequestPlan, RequestResult, StepTimes
 from foredraft.runner.resident.graphs import GraphCache
 from foredraft.runner.resident.mailbox import Mailbox, MailboxSize
@@ -21,6 +21,7 @@ from foredraft.runner.resident.shape import (
     DraftShape,
     SamplingKind,
     TargetShape,
+    depth_sizes,
     lane_sizes,
     padded,
     window_need,
@@ -89,6 +90,7 @@ class ResidentDecoder:
         self._model = model
         self._max_depth = max_depth
         self._lane_sizes = lane_sizes(max_num_seqs) if device.type == "cuda" else tuple(range(1, max_num_seqs + 1))
+        self._depths = depth_sizes(max_depth)
         self._state = SlotState(
             SlotLayout(max_num_seqs + 1, len(layout.modules), max_depth, num_groups, max_blocks, model.head.num_tokens),
             device,
@@ -97,7 +99,6 @@ class ResidentDecoder:
         self._mailbox = Mailbox(size, device)
         self.graphs = GraphCache(device, is_enabled=use_graphs)
         self._slots: dict[str, _Slot] = {}
-        self._free = list(range(max_num_seqs, NOBODY, -1))
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self._launches = 0
 
@@ -111,6 +112,7 @@ class ResidentDecoder:
                 for kind in (SamplingKind(True), GREEDY):
                     self._mailbox.send([], [], [])
                     self._run(num_lanes, depth + 1, depth + 1, depth, kind)
+                    self.graphs.wait()
 
     def can_run(self, plan: RequestPlan) -> bool:
         """Whether this step of a request is a decode that needs nothing of the host before it ends.
@@ -119,7 +121,11 @@ class ResidentDecoder:
         """
         num_drafts = plan.num_draft_tokens
         is_decode = plan.is_sampling and len(plan.token_ids) == num_drafts + 1 and num_drafts <= self._max_depth
-        if not is_decode or plan.num_tokens >= plan.terms.max_total_tokens or window_need(plan) > MAX_WINDOW:
+        if not is_decode or plan.num_tokens >= plan.terms.max_total_tokens:
+            return False
+        depth = max(num_drafts, plan.window.depth if plan.window is not None else 0)
+        most_rows = max(window_need(plan), depth + 1)
+        if most_rows > MAX_WINDOW or most_rows + depth + 2 > RING_SIZE:
             return False
         cycle = plan.window.exact.cycle if plan.window is not None else None
         return cycle is None or (cycle.num_tokens, cycle.num_computed_tokens) == (plan.num_tokens, plan.first_row)
@@ -129,7 +135,7 @@ class ResidentDecoder:
         that is not in its slot already."""
         for plan, probs in zip(plans, draft_probs):
             if plan.request_id not in self._slots:
-                self._slots[plan.request_id] = _Slot(self._free.pop(), ())
+                self._slots[plan.request_id] = _Slot(self._free_slots()[0], ())
             for depth, one in enumerate(probs):
                 assert one is not None, "drafts are chosen without chance under rules only, and those do not run here"
                 self._state.draft_probs[self._slots[plan.request_id].index, depth] = one
@@ -157,7 +163,7 @@ class ResidentDecoder:
     def surplus(self, plans: Sequence[RequestPlan]) -> list[str]:
         """Requests that must give up their slots so that each of `plans` can have one."""
         ids = {plan.request_id for plan in plans}
-        num_missing = len(ids - self._slots.keys()) - len(self._free)
+        num_missing = len(ids - self._slots.keys()) - len(self._free_slots())
         return [request_id for request_id in self._slots if request_id not in ids][: max(0, num_missing)]
 
     def __contains__(self, request_id: str) -> bool:
@@ -165,19 +171,21 @@ class ResidentDecoder:
 
     def forget(self, request_id: str) -> None:
         """A request is over. Its slot may be used by the next one at once: work on the device is done in order."""
-        slot = self._slots.pop(request_id, None)
-        if slot is not None:
-            self._free.append(slot.index)
+        self._slots.pop(request_id, None)
 
     def forget_all(self) -> None:
-        for request_id in list(self._slots):
-            self.forget(request_id)
+        self._slots.clear()
+
+    def _free_slots(self) -> list[int]:
+        """Worked out anew, so that whatever is broken off can lose none."""
+        used = {slot.index for slot in self._slots.values()}
+        return [index for index in range(NOBODY + 1, self._state.layout.num_slots) if index not in used]
 
     def _launch(self, lanes: Sequence[_Lane]) -> Flight:
         num_lanes = padded(len(lanes), self._lane_sizes)
         kind = SamplingKind.of([lane.plan.terms.params for lane in lanes])
-        num_rows = max(lane.num_rows for lane in lanes)
-        depth = max(lane.depth for lane in lanes)
+        num_rows = 1 + padded(max(lane.num_rows for lane in lanes) - 1, self._depths)
+        depth = padded(max(lane.depth for lane in lanes), self._depths)
         steady, most = max(num_rows, depth), max(lane.num_window for lane in lanes)
         window = steady if most <= steady else padded(most, WINDOW_SIZES)
         self._send(lanes)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
 
 _logger = logging.getLogger(__name__)
+
+MAX_GRAPHS = 256
+"""Each holds some memory of the host and of the device for every kernel in it."""
 
 
 @dataclass
@@ -39,8 +43,9 @@ class GraphCache:
         self._device = device
         self.is_enabled = is_enabled and device.type == "cuda"
         self.failure: str | None = None
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle() if self.is_enabled else None
+        self._stream = torch.cuda.Stream(device) if self.is_enabled else None  # type: ignore[no-untyped-call]
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         """Do what `function` does."""
@@ -49,24 +54,40 @@ class GraphCache:
             return
         graph = self._graphs.get(key)
         if graph is not None:
+            self._graphs.move_to_end(key)
             graph.replay()
             return
         function()
-        self._capture(key, function)
+        if self.failure is None:
+            self._capture(key, function)
+
+    def wait(self) -> None:
+        """Return when all that was launched has ended."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _capture(self, key: Hashable, function: Callable[[], None]) -> None:
-        torch.cuda.synchronize(self._device)
+        self.wait()
+        if len(self._graphs) >= MAX_GRAPHS:
+            self._graphs.popitem(last=False)
         started, before = time.perf_counter(), torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 function()
+        except torch.OutOfMemoryError:
+            self._give_up("there is no memory for more of them")
+            return
         except RuntimeError as error:  # a layer that talks to the host, which a graph cannot hold
-            self.is_enabled, self.failure = False, str(error).splitlines()[0]
-            _logger.warning("decode steps run without CUDA graphs: %s", self.failure)
+            self._give_up(str(error).splitlines()[0])
             return
         self._graphs[key] = graph
-        torch.cuda.synchronize(self._device)
+        self.wait()
         self.stats.num_graphs += 1
         self.stats.seconds += time.perf_counter() - started
         self.stats.num_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
+
+    def _give_up(self, reason: str) -> None:
+        """Those that there are stay; no more are tried."""
+        self.failure = reason
+        _logger.warning("decode steps of new shapes run without CUDA graphs: %s", reason)

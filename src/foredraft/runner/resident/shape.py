@@ -64,6 +64,12 @@ def lane_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return (*sizes, max_num_seqs)
 
 
+def depth_sizes(max_depth: int) -> tuple[int, ...]:
+    """The depths that steps are made for: small ones as they are, since near the end of a sequence others occur."""
+    sizes = [size for size in (0, 1, 2, 3, 4, 6, 8, *range(12, max_depth, 4)) if size < max_depth]
+    return (*sizes, max_depth)
+
+
 def padded(count: int, sizes: Sequence[int]) -> int:
     """The smallest of the ascending `sizes` that is not below `count`."""
     return sizes[bisect_left(sizes, count)]
