@@ -72,16 +72,13 @@ class EngineConfig:
         "of the built-in model",
     )
     draft_head_bits: int | None = _setting(
-        None,
-        "bits of the head that drafts are chosen with: 16 for its own numbers, or 8; what measures best if left out",
+        None, "bits of the head that drafts are chosen with, 16 or 8; what measures best if left out"
     )
     execution: Execution = _setting(
-        "auto",
-        "decode steps with state on the device, overlapped with the host's work (a GPU's default) or one by one "
-        "(synchronous); host: each request's by the host (a CPU's); reference: and with transformers' own layers",
+        "auto", "who runs decode steps: the device, overlapped or synchronous, or the host; reference: to compare"
     )
     cuda_graphs: CudaGraphs = _setting(
-        "on-demand", "when the CUDA graphs of decode steps are captured: when first needed, at-start, or off: never"
+        "on-demand", "when decode steps are captured as CUDA graphs: on-demand, at-start, or never (off)"
     )
     block_size: int = _setting(16, "rows in a cache block")
     num_blocks: int | None = _setting(None, "cache blocks of a group; a sliding window gets only what it can use")

@@ -79,7 +79,8 @@ def test_mixtures_of_experts_run_in_graphs(tmp_path: Path) -> None:
     path = tiny_glm4_moe(tmp_path / "model", mtp_names="beside")
     found = []
     for cuda_graphs in ("off", "on-demand"):
-        llm = LLM(path, device="cuda", dtype="bfloat16", num_speculative_tokens=3, cuda_graphs=cuda_graphs)
+        settings = {"num_speculative_tokens": 3, "kv_cache_memory_bytes": 2**26, "cuda_graphs": cuda_graphs}
+        llm = LLM(path, device="cuda", dtype="bfloat16", **settings)
         found.append([output.token_ids for output in llm.generate(PROMPTS, requests(3))])
         captured = llm.engine.runner.captured
         assert (captured is not None and captured.num_graphs > 0) == (cuda_graphs != "off")

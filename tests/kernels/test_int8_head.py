@@ -50,6 +50,8 @@ def test_the_highest_logit(kernels: ModuleType, num_rows: int, num_tokens: int) 
     weight, scales, bias = make_head(num_tokens, 48)
     hidden = states(num_rows, 48)
     expected = kernels.int8_logits(hidden, weight, scales, bias).argmax(dim=-1)
+    apart = torch.cat([hidden, hidden + 1], dim=-1)[:, :48]  # rows of a larger tensor
+    assert torch.equal(kernels.int8_argmax(apart, weight, scales, bias), expected)
     ids = kernels.int8_argmax(hidden, weight, scales, bias)
     assert ids.dtype == torch.int64
     assert torch.equal(ids, expected)

@@ -139,7 +139,8 @@ def test_without_a_config_torch_takes_over_where_tensor_cores_do_not_help() -> N
 def test_the_tiles_of_a_default_fit_a_multiprocessor(n: int, k: int, dtype: torch.dtype) -> None:
     for num_rows in (1, 16, 17, 64):
         config = default_config(num_rows, n, k, dtype)
-        assert config is not None
+        if config is None:  # torch is faster
+            continue
         assert config == default_config(padded_rows(num_rows), n, k, dtype)
         tile_bytes = (config.block_n + padded_rows(num_rows)) * config.block_k * 2
         assert tile_bytes * config.num_stages <= 227 << 10

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -54,7 +54,8 @@ class SteadyBatch:
     ) -> None:
         self._llm = llm
         self._requests = [
-            llm.engine.add_request(request_id, prompt, params) for request_id, prompt in zip(request_ids, prompts)
+            llm.engine.add_request(request_id, prompt, replace(params, seed=index))  # else all would draw alike
+            for index, (request_id, prompt) in enumerate(zip(request_ids, prompts))
         ]
         while any(request.num_tokens == len(request.prompt_token_ids) for request in self._requests):
             self._step()
@@ -120,7 +121,7 @@ def steady_batch(llm: LLM, prompts: Sequence[list[int]], depth: int, salt: str) 
         raise ConfigError(f"{len(prompts)} requests are to run at once, but max_num_seqs={llm.config.max_num_seqs}")
     if llm.engine.has_unfinished:
         raise ForedraftError("a steady batch needs an engine without other requests")
-    params = SamplingParams(max_tokens=None, ignore_eos=True, num_speculative_tokens=depth, cache_salt=salt, seed=0)
+    params = SamplingParams(max_tokens=None, ignore_eos=True, num_speculative_tokens=depth, cache_salt=salt)
     request_ids = [f"steady-{index}" for index in range(len(prompts))]
     try:
         yield SteadyBatch(llm, request_ids, prompts, params)

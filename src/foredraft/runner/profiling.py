@@ -116,7 +116,7 @@ def run_largest_steps(
     runner.execute(prefill)
     for request in prefill.requests:
         runner.forget(request.request_id)  # others come under the same ids
-    for params in (_PARAMS, _PLAIN, _FILTERED):
+    for params in (_PARAMS, *((_PLAIN, _FILTERED) if runner.resident is not None else ())):
         steps = replace(steps, params=params)
         drafted = runner.execute(steps.decode([(0,)] * config.max_num_seqs, 0))
         pending = [(result.token_ids[-1], *result.draft_token_ids) for result in drafted.requests]

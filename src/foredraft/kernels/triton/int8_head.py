@@ -46,11 +46,11 @@ def _run_head(
     if not num_rows:
         return
     assert hidden.shape[1] == weight.shape[1]
-    assert hidden.is_contiguous()
+    assert hidden.stride(1) == 1
     assert weight.is_contiguous()
     block_t = min(max(16, triton.next_power_of_2(num_rows)), _MAX_BLOCK_T)  # a dot has 16 rows at least
     _head_kernel[(triton.cdiv(num_columns, _BLOCK_N), triton.cdiv(num_rows, block_t))](
-        *(hidden, weight, scales, bias, values, best_ids, num_rows, num_columns),
+        *(hidden, weight, scales, bias, values, best_ids, num_rows, num_columns, hidden.stride(0)),
         IN_FEATURES=weight.shape[1],
         BLOCK_T=block_t,
         BLOCK_N=_BLOCK_N,
@@ -71,6 +71,7 @@ def _head_kernel(
     best_ids_ptr: tl.tensor | None,
     num_rows: int,
     num_columns: int,
+    hidden_stride: int,
     IN_FEATURES: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -83,7 +84,7 @@ def _head_kernel(
     rows = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, is_column = rows < num_rows, columns < num_columns
-    hidden_rows = hidden_ptr + rows.to(tl.int64)[:, None] * IN_FEATURES
+    hidden_rows = hidden_ptr + rows.to(tl.int64)[:, None] * hidden_stride
     weight_rows = weight_ptr + columns.to(tl.int64)[None, :] * IN_FEATURES
     logits = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     for start in range(0, IN_FEATURES, BLOCK_K):
