@@ -67,9 +67,7 @@ class EngineConfig:
     )
     draft_vocab_size: int | None = _setting(None, "draft among the first N token ids only (the frequent ones); faster")
     draft_vocab: str | Path | None = _setting(
-        None,
-        "among the N that are frequent in a file: a .json list of token ids, or a text (.txt, .jsonl); builtin: those "
-        "of the built-in model",
+        None, "among the N frequent in a file: a .json list of token ids, or a .txt or .jsonl text; or builtin"
     )
     draft_head_bits: int | None = _setting(
         None, "bits of the head that drafts are chosen with, 16 or 8; what measures best if left out"
