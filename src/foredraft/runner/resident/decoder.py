@@ -41,12 +41,10 @@ class _Lane(NamedTuple):
 
 @dataclass
 class _Slot:
-    """index: its row on the device. tables: the block tables as they are there. num_rows, num_window, depth: bounds of
-    the step that was launched last."""
+    """index: its row on the device. tables: the block tables as they are there."""
 
     index: int
     tables: tuple[tuple[int, ...], ...]
-    num_drafts: int = 0
 
 
 class Flight:
