@@ -20,7 +20,7 @@ help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 demo: $(VENV)/.foredraft ## generate with the built-in model, with and without drafts
-	$(BIN)/foredraft generate "$(DEMO_PROMPT)" --max-tokens 128 --compare -k 2 --draft-vocab-size 16384
+	$(BIN)/foredraft generate "$(DEMO_PROMPT)" --max-tokens 128 --compare -k 3
 
 test: lint ## ruff, mypy and all tests but the slow ones
 	@test -x /usr/bin/chromium || echo "There is no /usr/bin/chromium: the tests of the page are skipped (apt-get install chromium)"
@@ -38,7 +38,7 @@ check-slow: $(VENV)/.foredraft-dev ## the slow tests
 	$(BIN)/python -m pytest -m slow
 
 bench: $(VENV)/.foredraft ## speed, acceptance and prefix cache of the built-in model, to benchmarks/results/
-	$(BIN)/foredraft bench speed --draft-vocab-size 16384 --peers transformers-dynamic,transformers-static \
+	$(BIN)/foredraft bench speed --peers transformers-dynamic,transformers-static \
 		--output benchmarks/results/speed.json
 	$(BIN)/foredraft bench acceptance --output benchmarks/results/acceptance.json
 	$(BIN)/foredraft bench cache --output benchmarks/results/cache.json
