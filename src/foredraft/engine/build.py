@@ -67,12 +67,12 @@ def _build(
     config.check_depth(max_depth)
     config.check_rates(max_depth)
     config.check_drafts(max_depth)
-    draft_head = build_draft_head(config, loaded, target)
+    draft_head = build_draft_head(config, loaded, target) if modules is not None else None
     module_shapes = modules.kv_shapes if modules is not None else ()
     layout = CacheLayout.build(target.kv_shapes, module_shapes, target.hidden_size, target.dtype)
 
     tools = _text_tools(loaded, target.vocab_size)
-    verification = _verification_settings(config, draft_head.token_ids)
+    verification = _verification_settings(config, draft_head.token_ids if draft_head is not None else None)
     execution = config.execution_on(target.device.type)
     max_positions = min(
         config.max_model_len or loaded.info.max_position_embeddings, loaded.info.max_position_embeddings
@@ -101,7 +101,9 @@ def _build(
     runner_settings = RunnerSettings(verification, tools.compiler, make_resident if is_resident else None)
 
     def make_runner(storage: CacheStorage, host_storage: CacheStorage | None = None) -> ModelRunner:
-        drafter = drafter_type(target, modules, storage, draft_head) if modules is not None else None
+        drafter = None
+        if modules is not None and draft_head is not None:
+            drafter = drafter_type(target, modules, storage, draft_head)
         return ModelRunner(target, drafter, storage, host_storage, runner_settings)
 
     demand = CacheDemand(config, layout, max_depth, loaded.info.max_position_embeddings)

@@ -85,20 +85,19 @@ class ResidentDecoder:
     ) -> None:
         device, layout = model.target.device, model.storage.layout
         num_groups = len(layout.groups)
+        probs_width = model.head.num_tokens if model.head is not None else 0
         self._model = model
         self._max_depth = max_depth
         self._lane_sizes = lane_sizes(max_num_seqs) if device.type == "cuda" else tuple(range(1, max_num_seqs + 1))
         self._depths = depth_sizes(max_depth)
         self._state = SlotState(
-            SlotLayout(max_num_seqs + 1, len(layout.modules), max_depth, num_groups, max_blocks, model.head.num_tokens),
+            SlotLayout(max_num_seqs + 1, len(layout.modules), max_depth, num_groups, max_blocks, probs_width),
             device,
         )
         size = MailboxSize(max_num_seqs, max_depth, 32 + 2 * num_groups * max_num_seqs)
         self._mailbox = Mailbox(size, device)
         self.graphs = GraphCache(device, is_enabled=use_graphs)
         self._slots: dict[str, _Slot] = {}
-        self._buffers: list[tuple[Tensor, Tensor]] = []
-        self._launches = 0
 
     def capture(self) -> None:
         """Capture what plain decoding and decoding at the largest depth need, for all numbers of requests.
@@ -188,7 +187,7 @@ class ResidentDecoder:
         window = steady if most <= steady else padded(most, WINDOW_SIZES)
         self._send(lanes)
         clock = self._run(num_lanes, num_rows, window, depth, kind)
-        emitted, drafts = self._read(num_lanes, num_rows, depth)
+        emitted, drafts = self._mailbox.read(num_lanes, num_rows, depth)
         clock.mark()
         count = len(lanes)
         return Flight(
@@ -233,33 +232,6 @@ class ResidentDecoder:
                 updates += [(base + i, now) for i, (was, now) in enumerate(zip(old, new)) if was != now]
                 updates += [(base + i, new[i]) for i in range(same, len(new))]
         return updates
-
-    def _read(self, num_lanes: int, num_rows: int, depth: int) -> tuple[Tensor, Tensor | None]:
-        """Copy the results to the host; they are there when the clock's last mark has been reached."""
-        emitted = self._mailbox.emitted(num_lanes, num_rows)
-        drafts = self._mailbox.drafts(num_lanes, depth) if depth else None
-        if self._state.device.type != "cuda":
-            return emitted.clone(), drafts.clone() if drafts is not None else None
-        self._launches += 1
-        own = self._host_buffers()[self._launches % 3]
-        host = own[0][: emitted.numel()].view_as(emitted).copy_(emitted, non_blocking=True)
-        if drafts is None:
-            return host, None
-        return host, own[1][: drafts.numel()].view_as(drafts).copy_(drafts, non_blocking=True)
-
-    def _host_buffers(self) -> list[tuple[Tensor, Tensor]]:
-        """Pinned, used in turn: at most two steps are under way."""
-        if not self._buffers:
-            size = self._mailbox.size
-            sizes = size.max_lanes * (size.max_depth + 1), size.max_lanes * max(1, size.max_depth)
-            self._buffers = [
-                (
-                    torch.empty(sizes[0], dtype=torch.int64, pin_memory=True),
-                    torch.empty(sizes[1], dtype=torch.int64, pin_memory=True),
-                )
-                for _ in range(3)
-            ]
-        return self._buffers
 
 
 class _Clock:

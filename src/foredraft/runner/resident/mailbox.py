@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,8 +31,9 @@ class Mailbox:
         self._inbox = torch.zeros(2 * size.max_lanes + 2 * size.max_updates, dtype=torch.int64, device=device)
         self._emitted = torch.full((size.max_lanes * (size.max_depth + 1),), -1, dtype=torch.int64, device=device)
         self._drafts = torch.full((size.max_lanes * max(1, size.max_depth),), -1, dtype=torch.int64, device=device)
-        self._sent = [_host_copy(self._inbox) for _ in range(3)]
-        self._turn = 0
+        # A step's buffers are used again by the third one after it: no more than two steps are under way.
+        self._sent = itertools.cycle([_host_copy(self._inbox) for _ in range(3)])
+        self._read = itertools.cycle([(_host_copy(self._emitted), _host_copy(self._drafts)) for _ in range(3)])
 
     def slots(self, num_lanes: int) -> Tensor:
         return self._inbox[:num_lanes]
@@ -54,10 +56,9 @@ class Mailbox:
     def send(self, slots: Sequence[int], depths: Sequence[int], updates: Sequence[tuple[int, int]]) -> None:
         """Copy a step's orders to the device. updates: at most max_updates, index and entry of each.
 
-        The copy waits for nothing: one of three buffers is used in turn, and no more than two steps are under way.
+        The copy waits for nothing.
         """
-        buffer = self._sent[self._turn]
-        self._turn = (self._turn + 1) % len(self._sent)
+        buffer = next(self._sent)
         numbers = buffer.numpy()
         lanes, most = self.size.max_lanes, self.size.max_updates
         numbers.fill(0)
@@ -68,6 +69,19 @@ class Mailbox:
             numbers[2 * lanes : 2 * lanes + len(index)] = index
             numbers[2 * lanes + most : 2 * lanes + most + len(entries)] = entries
         self._inbox.copy_(buffer, non_blocking=True)
+
+    def read(self, num_lanes: int, num_rows: int, depth: int) -> tuple[Tensor, Tensor | None]:
+        """Copy what was emitted and drafted to the host; it is there once the device has come so far.
+
+        Returns [lanes, rows], and [lanes, depth] if there are drafts.
+        """
+        emitted, drafts = next(self._read)
+        host_emitted = _copied(self.emitted(num_lanes, num_rows), emitted)
+        return host_emitted, _copied(self.drafts(num_lanes, depth), drafts) if depth else None
+
+
+def _copied(tensor: Tensor, buffer: Tensor) -> Tensor:
+    return buffer[: tensor.numel()].view_as(tensor).copy_(tensor, non_blocking=True)
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

@@ -31,12 +31,15 @@ from foredraft.speculation.verifier import block_verify, rejection_sample, typic
 
 @dataclass(frozen=True)
 class ResidentModel:
-    """What steps run: the model, its cache and how drafts are decided. num_positions: those that the model has."""
+    """What steps run: the model, its cache and how drafts are decided. num_positions: those that the model has.
+
+    modules, head: None where no drafts are made.
+    """
 
     target: TargetModel
     modules: MtpModules | None
     storage: CacheStorage
-    head: DraftHead
+    head: DraftHead | None
     settings: VerificationSettings
     num_positions: int
     kernels: Kernels
@@ -153,6 +156,7 @@ def _verify_sampled(step: LaneStep, drafts: Tensor, target_probs: Tensor, seeds:
     verify = block_verify if settings.method == "block" else rejection_sample
     if settings.greedy_drafts or drafts.shape[1] == 0:
         return verify(drafts, None, target_probs, seeds, positions)
+    assert step.model.head is not None
     found = step.slots.draft_probs[step.lanes, : drafts.shape[1]]
     draft_probs, token_ids = torch.zeros_like(target_probs[:, 1:]), step.model.head.token_ids
     if token_ids is None:
@@ -209,10 +213,11 @@ def _run_pass(step: LaneStep, window: DraftWindow, index: int, module: int, hidd
 
 def _choose(step: LaneStep, index: int, last: Tensor, kind: SamplingKind) -> Tensor:
     """Draft number `index` of each lane from the last row of its pass, last [B, H]."""
-    model = step.model
-    if not kind.is_sampled or model.settings.greedy_drafts:
-        return model.head.argmax(last)
-    probs = probabilities(model.head.logits(last), step.sampling(kind, 1))
+    head = step.model.head
+    assert head is not None
+    if not kind.is_sampled or step.model.settings.greedy_drafts:
+        return head.argmax(last)
+    probs = probabilities(head.logits(last), step.sampling(kind, 1))
     step.slots.draft_probs[step.lanes, index] = probs
     keys = cycle_keys(step.column(NUM_TOKENS), index)
-    return model.head.full_ids(sample(probs, uniform(step.column(SEED), keys, Stream.DRAFT)))
+    return head.full_ids(sample(probs, uniform(step.column(SEED), keys, Stream.DRAFT)))
