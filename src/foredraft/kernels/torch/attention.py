@@ -38,15 +38,8 @@ def paged_attention(
     window: int | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Each query row attends to the keys of its own sequence, up to its own row. Waits for the lengths on a GPU.
-
-    The query at row i sees the keys j with max(origin, i - window + 1) <= j <= i. No query row lies before its lane's
-    origin. Rows of `query` outside all lanes, and cache rows that no query sees, may hold anything.
-
-    query [T, heads, head_dim], in whose dtype it is computed; key_cache [slots, kv_heads * head_dim]; value_cache
-    [slots, kv_heads * value_dim]; slot = block * block_size + row % block_size. Query heads h * fold to (h + 1) * fold
-    - 1 share key head h. bias [T, heads, extent] is added to the scaled score of a key at distance i - j < extent;
-    scores are float32 then. Returns [T, heads, value_dim]; rows outside all lanes are not written.
+    """See `foredraft.kernels.ops.Kernels`. Waits for the lengths on a GPU. Computed in the query's dtype, with a
+    bias in float32. No query row lies before its lane's origin. Rows outside all lanes are not written.
 
     Lanes are taken together whose row counts and lengths round up to the same powers of two: padding at most doubles
     either side, and a batch of decodes costs one call of torch's attention.

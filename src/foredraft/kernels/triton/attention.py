@@ -46,15 +46,9 @@ def paged_attention(
     window: int | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Each query row attends to the keys of its own sequence, up to its own row; never waits for the device.
+    """See `foredraft.kernels.ops.Kernels`; never waits for the device. Sums are float32, caches in the query's dtype.
 
-    The query at row i sees the keys j with max(origin, i - window + 1) <= j <= i. No query row lies before its lane's
-    origin. Rows of `query` outside all lanes, and cache rows that no query sees, may hold anything. Sums are float32.
-
-    query [T, heads, head_dim], all caches in its dtype; key_cache [slots, kv_heads * head_dim]; value_cache [slots,
-    kv_heads * value_dim]; slot = block * block_size + row % block_size. Query heads h * fold to (h + 1) * fold - 1
-    share key head h. bias [T, heads, extent] is added to the scaled score of a key at distance i - j < extent.
-    Returns [T, heads, value_dim]; rows outside all lanes are not written.
+    No query row lies before its lane's origin. Rows outside all lanes are not written.
     """
     num_kv_heads = key_cache.shape[1] // query.shape[2]
     tiling = choose_tiling(query, num_kv_heads, value_cache.shape[1] // num_kv_heads, lanes, block_size)
