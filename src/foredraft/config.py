@@ -192,14 +192,14 @@ class EngineConfig:
 
     def check_device(self, device_type: str) -> None:
         """Refuse a setting that has no effect on the device that is used, or does not run there."""
-        if self.cuda_graphs == "at-start" and device_type != "cuda":
-            raise ConfigError(f"cuda_graphs=at-start has no effect on {device_type}: leave it out")
+        execution = self.execution_on(device_type)
+        if self.cuda_graphs == "at-start" and (device_type != "cuda" or execution in ("host", "reference")):
+            raise ConfigError(f"cuda_graphs=at-start has no effect on {device_type} with execution={execution}")
         if self.gpu_memory_utilization is not None and device_type != "cuda":
             raise ConfigError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization} has no effect on {device_type}: "
                 f"set kv_cache_memory_bytes or num_blocks"
             )
-
         if self.quantization == "int8" and device_type != "cpu":
             raise ConfigError(f"quantization=int8 runs on a CPU only, not on {device_type}: set device=cpu")
 

@@ -13,7 +13,8 @@ from byte_models import byte_llama
 from overlap_bench import EXECUTIONS, RESIDENT, Bench, Outcome, same_in_all
 from tiny_models import tiny_alternating, tiny_glm4_moe, tiny_llama, tiny_mistral
 
-from foredraft import LLM, SamplingParams
+from foredraft import LLM, EngineConfig, SamplingParams
+from foredraft.errors import ConfigError
 from foredraft.models.loader import LoadedModel, load_checkpoint
 from foredraft.plan import CopyKind, StepPlan
 from foredraft.runner.resident.decoder import Flight, ResidentDecoder
@@ -512,3 +513,11 @@ def test_slots_are_never_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
                 llm.generate([1, 2, 3], wanted)
         assert llm.generate([1, 2, 3], wanted)[0].token_ids == expected
         llm.engine.cache.check_integrity()
+
+
+@pytest.mark.parametrize("execution", ["host", "reference"])
+def test_graphs_that_nothing_would_use_are_refused(execution: Any) -> None:
+    config = EngineConfig(cuda_graphs="at-start", execution=execution)
+    with pytest.raises(ConfigError, match="cuda_graphs=at-start has no effect on cuda with execution="):
+        config.check_device("cuda")
+    EngineConfig(cuda_graphs="at-start").check_device("cuda")
