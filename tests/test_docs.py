@@ -159,7 +159,7 @@ def one_step(engine: Engine, drafter: ScriptedDrafter, request: Request, depth: 
     engine.set_num_speculative_tokens("a", depth)
     drafter.num_right["a"] = num_right
     passes: list[Pass] = []
-    modules = drafter._modules
+    modules = drafter.modules
     forward = modules.forward
 
     def watch(module: int, token_ids: Tensor, positions: Tensor, hidden: Tensor, paged: PagedAttention) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foredraft.bench.speed import WARM_UP_TOKENS, measure_speed
+from foredraft.bench.speed import measure_speed
 from foredraft.bench.variants import Generation
 from foredraft.errors import ForedraftError
 from foredraft.statistics import SpeculationStats
@@ -39,7 +39,7 @@ def test_variants_take_turns_in_rotation_after_a_warm_up() -> None:
     measure_speed([FakeVariant(name, [1.0] * 3, log) for name in "abc"], BATCHES, NUM_TOKENS)
     turns = [line.split()[0] for line in log]
     assert turns == [*"abc", *"abc", *"bca", *"cab"]
-    assert log[:3] == [f"{name} {WARM_UP_TOKENS}" for name in "abc"]
+    assert log[:3] == [f"{name} {NUM_TOKENS}" for name in "abc"]
 
 
 def test_figures_are_medians_and_ratios_of_medians() -> None:

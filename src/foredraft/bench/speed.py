@@ -14,8 +14,6 @@ from foredraft.bench.variants import Generation, Variant
 from foredraft.errors import ForedraftError
 from foredraft.statistics import SpeculationStats
 
-WARM_UP_TOKENS = 32
-
 
 @dataclass
 class VariantResult:
@@ -126,13 +124,14 @@ def measure_speed(variants: Sequence[Variant], batches: Iterable[list[list[int]]
     """Run every variant on every batch of prompts, greedily, `num_tokens` tokens each.
 
     variants: our plain decoding first. They take turns on each batch, in an order that rotates, so that a machine that
-    slows down meanwhile slows all alike. Each warms up on the first batch.
+    slows down meanwhile slows all alike. Each warms up on the whole first batch, so that graphs of the shapes that it
+    meets there are not captured in its time.
     """
     results = [VariantResult(variant.name) for variant in variants]
     for index, batch in enumerate(batches):
         if index == 0:
             for variant in variants:
-                variant.generate(batch, min(num_tokens, WARM_UP_TOKENS))
+                variant.generate(batch, num_tokens)
         turns = list(zip(variants, results))
         first = index % len(turns)
         for variant, result in (*turns[first:], *turns[:first]):

@@ -49,6 +49,7 @@ def speed(
     depths: Annotated[str, typer.Option(help="draft tokens a step to try; all useful ones if left out")] = "",
     peers: Annotated[str, typer.Option(help="transformers-dynamic,transformers-static: compare with these too")] = "",
     batch_size: Annotated[int, typer.Option(min=1, help="prompts that run together")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="turns of each at every batch")] = 1,
     raw: Raw = False,
     output: Output = None,
     *,
@@ -56,7 +57,8 @@ def speed(
 ) -> None:
     """Tokens per second, greedily and with EOS ignored: plain decoding, every depth, transformers.
 
-    All take turns on each prompt in one process, after a warm-up; figures are medians over the prompts.
+    All take turns on each batch of prompts in one process, after a warm-up on the first; figures are medians over the
+    batches.
     """
     from foredraft.bench.speed import measure_speed
     from foredraft.bench.variants import ForedraftVariant, Variant, check_peers, load_peers
@@ -71,13 +73,13 @@ def speed(
     tried = wanted or [depth for depth in DEFAULT_DEPTHS if depth <= llm.engine.limits.max_depth]
     variants: list[Variant] = [ForedraftVariant(llm, depth) for depth in (0, *tried)]
     variants += load_peers(peer_names, llm)
-    batches = batches_of(tokenize(llm, texts, is_raw=raw), batch_size)
+    batches = batches_of(tokenize(llm, texts, is_raw=raw), batch_size) * rounds
     result = measure_speed(variants, with_progress(batches), max_tokens)
     console = open_console()
     print_marks(llm.config.marks)
     console.print(result.table())
     console.print(f"All outputs identical: {'yes' if result.is_identical else 'NO'}")
-    settings = {"prompts": prompts.name, "max_tokens": max_tokens, "batch_size": batch_size}
+    settings = {"prompts": prompts.name, "max_tokens": max_tokens, "batch_size": batch_size, "rounds": rounds}
     write(output, "speed", llm, {"settings": settings, **result.to_dict()})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,9 @@ from foredraft.models.attention import PagedAttention
 from foredraft.models.fused_model import FusedDecoder, FusedModules, OwnRows, is_close
 from foredraft.models.quantization import attention_dtype
 from foredraft.models.target import AttentionProbe
+
+ModuleForward = Callable[[int, Tensor, Tensor, Tensor, PagedAttention], Tensor]
+"""`MtpModules.forward`, or what runs the same in another way."""
 
 
 class MtpModules:
@@ -31,6 +35,10 @@ class MtpModules:
         fused = FusedModules.of(self._mtp, target)
         if fused is not None and all(self._equals(module, fused, target) for module in range(self.num_modules)):
             self._fused = fused
+
+    @property
+    def is_fused(self) -> bool:
+        return self._fused is not None
 
     def _equals(self, module: int, fused: FusedModules, target: FusedDecoder) -> bool:
         rows = OwnRows.new(target.kernels)

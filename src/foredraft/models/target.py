@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,6 +15,9 @@ from foredraft.kernels.ops import Kernels
 from foredraft.models.attention import ATTENTION_NAME, PagedAttention
 from foredraft.models.fused_model import FusedDecoder
 from foredraft.models.quantization import attention_dtype
+
+TargetForward = Callable[[Tensor, Tensor, PagedAttention], Tensor]
+"""`TargetModel.forward`, or what runs the same in another way."""
 
 
 class TargetModel:

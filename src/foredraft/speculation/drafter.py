@@ -11,7 +11,7 @@ from torch import Tensor
 from foredraft.cache.storage import CacheStorage
 from foredraft.models.attention import GroupRows, PagedAttention, RowSpan, group_rows
 from foredraft.models.draft_head import DraftHead
-from foredraft.models.mtp import MtpModules
+from foredraft.models.mtp import ModuleForward, MtpModules
 from foredraft.models.target import TargetModel
 from foredraft.sampling.philox import Stream, cycle_keys, uniform
 from foredraft.sampling.processors import RuledRows, apply_rules
@@ -73,12 +73,14 @@ class Drafter:
 
     A checkpoint with a single module may draft several tokens: pass j >= 2 is then one row, one further each time,
     with the previous pass's output and draft (DeepSeek-V3 technical report, 2024, section 2.2, at inference).
+    `forward` runs one: that of the modules, unless something is put in its place that runs the same from graphs.
     """
 
     def __init__(self, target: TargetModel, modules: MtpModules, storage: CacheStorage, head: DraftHead) -> None:
         self._target = target
         self.head = head
-        self._modules = modules
+        self.modules = modules
+        self.forward: ModuleForward = modules.forward
         self._storage = storage
 
     def run(
@@ -91,7 +93,7 @@ class Drafter:
         previous: PassRows | None = None
         attention: dict[int, GroupRows] = {}
         for index in range(max(window.num_passes for window in windows)):
-            rows = _pass_rows(windows, index, self._modules.num_modules)
+            rows = _pass_rows(windows, index, self.modules.num_modules)
             if not any(rows.num_rows):
                 break
             if previous is None or (rows.first_row, rows.num_rows) != (previous.first_row, previous.num_rows):
@@ -99,7 +101,7 @@ class Drafter:
                 attention = {}
             paged = self._paged(chain, rows, attention)
             token_ids, positions = chain.inputs(rows)
-            hidden = self._modules.forward(rows.module, token_ids, positions, hidden, paged)
+            hidden = self.forward(rows.module, token_ids, positions, hidden, paged)
             self._make_drafts(index, chain, rows, hidden, sampling, rules)
             previous = rows
         return chain.drafts()

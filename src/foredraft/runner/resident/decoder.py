@@ -87,6 +87,7 @@ class ResidentDecoder:
         num_groups = len(layout.groups)
         probs_width = model.head.num_tokens if model.head is not None else 0
         self._model = model
+        self.max_blocks = max_blocks
         self._max_depth = max_depth
         self._lane_sizes = lane_sizes(max_num_seqs) if device.type == "cuda" else tuple(range(1, max_num_seqs + 1))
         self._depths = depth_sizes(max_depth)

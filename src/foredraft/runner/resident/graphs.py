@@ -12,7 +12,7 @@ import torch
 
 _logger = logging.getLogger(__name__)
 
-MAX_GRAPHS = 256
+MAX_GRAPHS = 512
 """Each holds some memory of the host and of the device for every kernel in it."""
 
 
@@ -90,4 +90,4 @@ class GraphCache:
     def _give_up(self, reason: str) -> None:
         """Those that there are stay; no more are tried."""
         self.failure = reason
-        _logger.warning("decode steps of new shapes run without CUDA graphs: %s", reason)
+        _logger.warning("steps of new shapes run without CUDA graphs: %s", reason)
