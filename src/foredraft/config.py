@@ -42,6 +42,7 @@ class EngineConfig:
     quantization: Quantization = _setting(
         "none", "int8: linear layers of target and modules in 8 bits, on a CPU in float32; another target, faster"
     )
+    pack_weights: bool = _setting(True, "on a CPU, copy matrices to the layout of its products: faster, more memory")
     num_speculative_tokens: int | None = _setting(
         None, "most draft tokens a step (K), all modules if left out; 0 is plain decoding"
     )
@@ -112,8 +113,9 @@ class EngineConfig:
             raise ConfigError("load_format=dummy needs model: a directory with config.json")
         self._check_lossy()
         self._check_synthetic()
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ConfigError(f"enable_prefix_caching must be true or false, not {self.enable_prefix_caching!r}")
+        for name in ("enable_prefix_caching", "pack_weights"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
         self._check_draft_head()
         _at_least("block_size", self.block_size, 1)

@@ -39,7 +39,7 @@ def test_speed_compares_all_variants(
     assert record["is_identical"] is True
     assert {"benchmark", "date", "command", "machine", "versions", "model", "settings"} <= set(record)
     assert record["machine"]["cores"] >= 1
-    assert record["settings"] == {"prompts": "words.jsonl", "max_tokens": 10, "batch_size": batch_size}
+    assert record["settings"] == {"prompts": "words.jsonl", "max_tokens": 10, "batch_size": batch_size, "rounds": 1}
 
 
 def test_speed_refuses_an_unknown_peer(capsys: pytest.CaptureFixture[str]) -> None:

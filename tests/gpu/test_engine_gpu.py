@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ pytestmark = pytest.mark.gpu
 
 PROMPTS = Path(__file__).parents[2] / "benchmarks" / "data" / "gsm8k_64.jsonl"
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-NEAR_TIE = 0.125
+NEAR_TIE = 0.25
 """Gap of the two best bf16 logits up to which another order of additions may turn the choice.
 
-One unit in the last place of a bf16 logit between 16 and 32; the built-in model's best logits lie there.
+Two units in the last place of a bf16 logit between 16 and 32, where the built-in model's best logits lie: each of the
+two may be rounded the other way.
 """
 
 
@@ -102,7 +104,8 @@ def last_logits(llm: LLM, token_ids: list[int]) -> torch.Tensor:
 
     target.logits = watch  # type: ignore[method-assign]
     try:
-        llm.generate([token_ids], SamplingParams(max_tokens=1, num_speculative_tokens=0))
+        params = SamplingParams(max_tokens=1, num_speculative_tokens=0, cache_salt=str(uuid4()))
+        llm.generate([token_ids], params)
     finally:
         target.logits = right  # type: ignore[method-assign]
     return seen[-1][0].float()

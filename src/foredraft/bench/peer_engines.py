@@ -1,4 +1,4 @@
-"""What `measure_peers` compares: our engine at one depth, and transformers in its ways to generate."""
+"""What `measure_peers` compares: our engine at one depth, transformers in its ways to generate, and other processes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from transformers.modeling_layers import MtpModel
 
 from foredraft import LLM, SamplingParams
 from foredraft.bench.offline import check, run_closed_loop, speculation_of
+from foredraft.bench.peer_process import PeerProcess
 from foredraft.bench.peers import Job
 from foredraft.bench.serving.figures import duration_of
 from foredraft.bench.steady import synchronize
@@ -48,6 +49,19 @@ class OurEngine:
         check(figures)
         outputs = [each.token_ids or () for each in figures]
         return Generation(outputs, duration_of(figures), speculation_of(figures))
+
+
+class ExternalEngine:
+    """An engine in a process of its own, which other workloads may share: all jobs as one batch, or one at a time."""
+
+    def __init__(self, process: PeerProcess, *, is_together: bool) -> None:
+        self.name = process.name
+        self._process = process
+        self._is_together = is_together
+
+    def generate(self, jobs: Sequence[Job]) -> Generation:
+        """See `Peer`."""
+        return self._process.generate(jobs, is_together=self._is_together)
 
 
 class TransformersGenerate:

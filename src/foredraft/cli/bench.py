@@ -9,7 +9,7 @@ import typer
 
 from foredraft.bench.prompts import CHAT_PROMPTS, DEFAULT_PROMPTS, read_prompts
 from foredraft.cli.bench_compare import acceptance, compare
-from foredraft.cli.bench_gpu import floor, peers, trace
+from foredraft.cli.bench_gpu import floor, trace
 from foredraft.cli.bench_options import (
     MaxTokens,
     NumPrompts,
@@ -23,6 +23,7 @@ from foredraft.cli.bench_options import (
     with_progress,
     write,
 )
+from foredraft.cli.bench_peers import peers
 from foredraft.cli.bench_perplexity import perplexity
 from foredraft.cli.bench_sampling import grammar, processors, structured, verification
 from foredraft.cli.bench_serving import offline, overhead, serve

@@ -78,9 +78,9 @@ def _build(
         config.max_model_len or loaded.info.max_position_embeddings, loaded.info.max_position_embeddings
     )
     if execution != "reference":
-        target.fuse(max_positions)
+        target.fuse(max_positions, is_packed=config.pack_weights)
         if modules is not None and target.fused is not None:
-            modules.fuse(target.fused)
+            modules.fuse(target.fused, is_packed=config.pack_weights)
 
     def make_resident(storage: CacheStorage) -> ResidentDecoder:
         model = ResidentModel(

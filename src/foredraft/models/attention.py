@@ -49,14 +49,14 @@ class AttentionGroup:
     """Requests of like size, padded to one rectangle of B requests, Q query rows, L key rows.
 
     rows [B * Q] flat rows of the batch (padding repeats a real row); real [n] which of those are no padding, or None
-    for all; slots [B * L]; masks: additive, [B, 1, fold * Q, L] by fold, the number of query heads that share a key
-    head; None where every key is visible to every query.
+    for all; slots [B * L], or a slice where they lie one after another; masks: additive, [B, 1, fold * Q, L] by fold,
+    the number of query heads that share a key head; None where every key is visible to every query.
     """
 
     num_requests: int
     rows: Tensor
     real: Tensor | None
-    slots: Tensor
+    slots: Tensor | slice
     masks: dict[int, Tensor | None]
 
 
@@ -158,7 +158,7 @@ def _attend_group(group: AttentionGroup, kv: LayerKV, query: Tensor, scale: floa
     batch, kv_heads = group.num_requests, kv.num_kv_heads
     num_queries, heads, dim = query.shape[0] // batch, query.shape[1], query.shape[2]
     fold = heads // kv_heads
-    keys, values = (rows.index_select(0, group.slots).to(query.dtype) for rows in (kv.key, kv.value))
+    keys, values = (_rows_at(rows, group.slots).to(query.dtype) for rows in (kv.key, kv.value))
     keys = keys.view(batch, -1, kv_heads, dim).transpose(1, 2)
     values = values.view(batch, keys.shape[2], kv_heads, -1).transpose(1, 2)
     mask = group.masks[fold]
@@ -172,6 +172,17 @@ def _attend_group(group: AttentionGroup, kv: LayerKV, query: Tensor, scale: floa
     attended = F.scaled_dot_product_attention(folded, keys, values, mask, scale=scale)
     attended = attended.view(batch, kv_heads, fold, num_queries, -1).permute(0, 3, 1, 2, 4)
     return attended.reshape(batch * num_queries, heads, -1)
+
+
+def _rows_at(rows: Tensor, slots: Tensor | slice) -> Tensor:
+    return rows[slots] if isinstance(slots, slice) else rows.index_select(0, slots)
+
+
+def _as_slice(slots: Tensor) -> slice | None:
+    """The slice that `slots` [L] are, if they lie one after another: it needs no copy of the rows."""
+    first, count = int(slots[0]), len(slots)
+    is_run = int(slots[-1]) - first == count - 1 and torch.equal(slots, torch.arange(first, first + count))
+    return slice(first, first + count) if is_run else None
 
 
 def group_rows(
@@ -246,7 +257,9 @@ def _attention_group(
     real = (offsets < count_rows).flatten().nonzero().squeeze(1).to(device) if is_padded else None
     query_rows = (end - count_rows + clamped).unsqueeze(2)
     masks = _masks(query_rows, num_keys, window, folds, dtype, device)
-    return AttentionGroup(len(members), (first + clamped).flatten().to(device), real, slots.flatten().to(device), masks)
+    flat = slots.flatten()
+    where = (_as_slice(flat) if len(members) == 1 else None) or flat.to(device)
+    return AttentionGroup(len(members), (first + clamped).flatten().to(device), real, where, masks)
 
 
 def _masks(

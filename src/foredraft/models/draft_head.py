@@ -18,10 +18,14 @@ _INT8_ENGINES = ("x86", "fbgemm")
 """What torch multiplies int8 with on a CPU that `Int8Linear` runs on."""
 _LARGE = 2**24
 """Numbers of a head from which on a CPU gains by 8 bits; smaller ones cost next to nothing as they are."""
+_LARGE_ON_GPU = 2**28
+"""The same on a GPU, where reading fewer bytes tells only in a large head."""
 
 
 def best_bits(weight: Tensor) -> int:
     """The bits of a draft head that measured best for a target's head `weight`: see docs/benchmarks.md."""
+    if weight.device.type == "cuda":
+        return 8 if weight.numel() >= _LARGE_ON_GPU else 16
     is_fast = weight.device.type == "cpu" and torch.backends.quantized.engine in _INT8_ENGINES
     return 8 if is_fast and weight.numel() >= _LARGE else 16
 

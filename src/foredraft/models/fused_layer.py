@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from foredraft.kernels.ops import Kernels
 from foredraft.models.attention import PagedAttention, Rotation
+from foredraft.models.packed import pack
 from foredraft.models.quantization import Int8Linear
 from foredraft.models.rotary import RotaryTable
 
@@ -74,12 +75,18 @@ class FusedLayer:
         self._head_norms = [norm.weight if norm is not None else None for norm in norms]
         self._head_eps = float(norms[0].variance_epsilon) if norms[0] is not None else 0.0
         self.qkv = merge_linear([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.output = attention.o_proj
+        self.output: nn.Module = attention.o_proj
         self._mlp = mlp
         self.gate_up: nn.Module | None = None
         if _is_gated_mlp(mlp):
             self.gate_up = merge_linear([mlp.gate_proj, mlp.up_proj])
-            self.down = mlp.down_proj
+            self.down: nn.Module = mlp.down_proj
+
+    def pack(self) -> None:
+        """Keep the weights of linear layers in the layout of the processor's products too."""
+        self.qkv, self.output = pack(self.qkv), pack(self.output)
+        if self.gate_up is not None:
+            self.gate_up, self.down = pack(self.gate_up), pack(self.down)
 
     @classmethod
     def of(cls, layer: nn.Module, kernels: Kernels) -> FusedLayer | None:

@@ -15,6 +15,7 @@ from transformers.modeling_layers import MtpModel
 from foredraft.kernels.ops import Kernels, kernels_of
 from foredraft.models.attention import PagedAttention, Rotation
 from foredraft.models.fused_layer import FusedLayer, FusedNorm, apply_linear, is_plain_norm
+from foredraft.models.packed import pack
 from foredraft.models.rotary import MAX_TABLE_POSITIONS, RotaryTable
 
 _logger = logging.getLogger(__name__)
@@ -39,9 +40,12 @@ class FusedDecoder:
         self.kernels = kernels
 
     @classmethod
-    def of(cls, decoder: Any, max_positions: int, kernels: Kernels | None = None) -> FusedDecoder | None:
+    def of(
+        cls, decoder: Any, max_positions: int, kernels: Kernels | None = None, *, is_packed: bool = False
+    ) -> FusedDecoder | None:
         """The fused form of a transformers decoder that runs positions below `max_positions`; None, and the decoder is
-        as it was, if it is of another kind, or computes something else than its parts suggest."""
+        as it was, if it is of another kind, or computes something else than its parts suggest. is_packed: with weights
+        in the layout of a CPU's products, a copy."""
         rotary, embed, norm = (getattr(decoder, name, None) for name in ("rotary_emb", "embed_tokens", "norm"))
         is_known = isinstance(rotary, nn.Module) and type(embed) is nn.Embedding and is_plain_norm(norm)
         if not is_known or _has_rotary_by_layer(decoder) or max_positions > MAX_TABLE_POSITIONS:
@@ -52,6 +56,9 @@ class FusedDecoder:
         whole = [layer for layer in layers if layer is not None]
         if len(whole) < len(layers):
             return None
+        if is_packed:
+            for layer in whole:
+                layer.pack()
         assert isinstance(rotary, nn.Module)
         with torch.inference_mode():
             table = RotaryTable.of(rotary, max_positions, weight)
@@ -112,18 +119,29 @@ class FusedModules:
             tuple(FusedNorm(norm, kernels) for norm in (layer.enorm, layer.hnorm, layer.post_norm))
             for layer in mtp.layers
         ]
+        self._projections: list[nn.Module] = [layer.eh_proj for layer in mtp.layers]
         self._is_hidden_first = bool(getattr(mtp.config, "mtp_hidden_states_first", False))
 
     @classmethod
-    def of(cls, mtp: MtpModel, target: FusedDecoder) -> FusedModules | None:
-        """The fused form of modules whose target is fused; None if they are of another kind."""
+    def of(cls, mtp: MtpModel, target: FusedDecoder, *, is_packed: bool = False) -> FusedModules | None:
+        """The fused form of modules whose target is fused; None if they are of another kind. is_packed: as there."""
         norms = [norm for layer in mtp.layers for norm in (layer.enorm, layer.hnorm, layer.post_norm)]
         if mtp.use_shared_post_norm or mtp.has_per_layer_rope or not all(is_plain_norm(norm) for norm in norms):
             return None
         blocks: list[nn.Module] = [layer.get_submodule("mtp_block") for layer in mtp.layers]
         layers = [FusedLayer.of(block, target.kernels) for block in blocks]
         whole = [layer for layer in layers if layer is not None]
-        return cls(mtp, whole, target.rotary, target.kernels) if len(whole) == len(layers) else None
+        if len(whole) < len(layers):
+            return None
+        fused = cls(mtp, whole, target.rotary, target.kernels)
+        if is_packed:
+            fused._pack()
+        return fused
+
+    def _pack(self) -> None:
+        for layer in self._layers:
+            layer.pack()
+        self._projections = [pack(projection) for projection in self._projections]
 
     def forward(
         self, module: int, token_ids: Tensor, positions: Tensor, hidden: Tensor, paged: PagedAttention
@@ -134,7 +152,7 @@ class FusedModules:
         parts = [(embeddings, embed_norm.weight), (hidden, hidden_norm.weight)]
         (first, first_weight), (second, second_weight) = parts[::-1] if self._is_hidden_first else parts
         joined = self._kernels.join_rms_norms(first, second, first_weight, second_weight, embed_norm.eps)
-        projected = apply_linear(self._mtp.layers[module].eh_proj, joined, self._kernels)
+        projected = apply_linear(self._projections[module], joined, self._kernels)
         output, residual = self._layers[module](projected, None, positions, self._rotary, paged)
         return post_norm(output, residual)[0]
 

@@ -30,9 +30,10 @@ class MtpModules:
         self.num_modules = len(mtp.layers)
         self.kv_shapes = self._probe()
 
-    def fuse(self, target: FusedDecoder) -> None:
-        """Run in fused form from now on, if the modules are of a kind that has one and it computes the same."""
-        fused = FusedModules.of(self._mtp, target)
+    def fuse(self, target: FusedDecoder, *, is_packed: bool = False) -> None:
+        """Run in fused form from now on, if the modules are of a kind that has one and it computes the same. is_packed:
+        as for the target."""
+        fused = FusedModules.of(self._mtp, target, is_packed=is_packed)
         if fused is not None and all(self._equals(module, fused, target) for module in range(self.num_modules)):
             self._fused = fused
 

@@ -14,6 +14,7 @@ from foredraft.errors import ModelLoadError
 from foredraft.kernels.ops import Kernels
 from foredraft.models.attention import ATTENTION_NAME, PagedAttention
 from foredraft.models.fused_model import FusedDecoder
+from foredraft.models.packed import pack
 from foredraft.models.quantization import attention_dtype
 
 TargetForward = Callable[[Tensor, Tensor, PagedAttention], Tensor]
@@ -35,9 +36,14 @@ class TargetModel:
         self._attention_dtype = attention_dtype(model)
         self.kv_shapes = self._check_and_probe()
 
-    def fuse(self, max_positions: int, kernels: Kernels | None = None) -> None:
-        """Run the decoder in fused form from now on, if it is of a kind that has one. No position may be larger."""
-        self.fused = FusedDecoder.of(self._decoder, max_positions, kernels)
+    def fuse(self, max_positions: int, kernels: Kernels | None = None, *, is_packed: bool = False) -> None:
+        """Run the decoder in fused form from now on, if it is of a kind that has one. No position may be larger.
+
+        is_packed: with a copy of all weights, the head's too, in the layout of a CPU's products.
+        """
+        self.fused = FusedDecoder.of(self._decoder, max_positions, kernels, is_packed=is_packed)
+        if self.fused is not None and is_packed:
+            self._head = pack(self._head)
 
     @property
     def hidden_size(self) -> int:

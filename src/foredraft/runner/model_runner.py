@@ -62,16 +62,16 @@ class ModelRunner:
         self._verification = Verification(settings.verification)
         self._memories: dict[str, RequestMemory] = {}
         self.resident = settings.resident(storage) if settings.resident is not None else None
-        self._forward: TargetForward = target.forward
+        self._graphed: TargetForward | None = None
         if self.resident is not None and self.resident.graphs.is_enabled:
             self._use_pass_graphs(PassGraphs(self.resident.graphs, storage, self.resident.max_blocks))
 
     def _use_pass_graphs(self, passes: PassGraphs) -> None:
         """Run from graphs what is in fused form: what else a layer may do is not known to be the same each time."""
         if self.target.fused is not None:
-            self._forward = passes.of_target(self.target.forward)
+            self._graphed = passes.of_target(self.target.forward)
         if self._drafter is not None and self._drafter.modules.is_fused:
-            self._drafter.forward = passes.of_modules(self._drafter.modules.forward)
+            self._drafter.graphed = passes.of_modules(self._drafter.modules.forward)
 
     def on_device(self) -> AbstractContextManager[object]:
         """Kernels and graphs are launched on the current device of a thread: within this it is the model's."""
@@ -262,7 +262,8 @@ class ModelRunner:
         if not plans:
             return {}
         inputs = target_inputs(plans, self.storage, self.target.device)
-        hidden = self._forward(inputs.token_ids, inputs.positions, inputs.paged)
+        forward = self._graphed or self.target.forward
+        hidden = forward(inputs.token_ids, inputs.positions, inputs.paged)
         self.storage.hidden.index_copy_(0, inputs.hidden_slots, hidden)
         is_finite = hidden.sum(dim=-1, dtype=torch.float32).isfinite()
         if bool(is_finite.all()):

@@ -73,14 +73,14 @@ class Drafter:
 
     A checkpoint with a single module may draft several tokens: pass j >= 2 is then one row, one further each time,
     with the previous pass's output and draft (DeepSeek-V3 technical report, 2024, section 2.2, at inference).
-    `forward` runs one: that of the modules, unless something is put in its place that runs the same from graphs.
+    graphed: what runs a pass in the place of the modules' own forward, the same from graphs.
     """
 
     def __init__(self, target: TargetModel, modules: MtpModules, storage: CacheStorage, head: DraftHead) -> None:
         self._target = target
         self.head = head
         self.modules = modules
-        self.forward: ModuleForward = modules.forward
+        self.graphed: ModuleForward | None = None
         self._storage = storage
 
     def run(
@@ -90,6 +90,7 @@ class Drafter:
         each window, if it has any; drafts are made under them, as the target's tokens are."""
         chain = _Chain(windows, self._target.device)
         hidden = self._storage.hidden.index_select(0, chain.hidden_slots)
+        forward = self.graphed or self.modules.forward
         previous: PassRows | None = None
         attention: dict[int, GroupRows] = {}
         for index in range(max(window.num_passes for window in windows)):
@@ -101,7 +102,7 @@ class Drafter:
                 attention = {}
             paged = self._paged(chain, rows, attention)
             token_ids, positions = chain.inputs(rows)
-            hidden = self.forward(rows.module, token_ids, positions, hidden, paged)
+            hidden = forward(rows.module, token_ids, positions, hidden, paged)
             self._make_drafts(index, chain, rows, hidden, sampling, rules)
             previous = rows
         return chain.drafts()
