@@ -95,14 +95,14 @@ class ReplayDrafter(RecordingDrafter):
         self._target.forward = watched  # type: ignore[method-assign]
 
     def _watch_modules(self) -> None:
-        forward, layout = self._modules.forward, self._storage.layout
+        forward, layout = self.modules.forward, self._storage.layout
 
         def watched(module: int, token_ids: Tensor, positions: Tensor, hidden: Tensor, paged: PagedAttention) -> Tensor:
             slots = {layout.group_of_module[module]: paged.rows[module].slots}
             self._keep(module, token_ids, positions, slots)
             return forward(module, token_ids, positions, hidden, paged)
 
-        self._modules.forward = watched  # type: ignore[method-assign]
+        self.modules.forward = watched  # type: ignore[method-assign]
 
     def _keep(self, module: int | None, token_ids: Tensor, positions: Tensor, slots: dict[int, Tensor]) -> None:
         written = {group: tuple(rows.tolist()) for group, rows in slots.items()}
