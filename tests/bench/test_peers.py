@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from tiny_models import tiny_llama
 
 from foredraft import LLM
@@ -59,6 +61,16 @@ def test_peers_take_turns_in_rotation_after_a_warm_up() -> None:
     assert record["peers"][0]["ratios"] == {"a": 1.0, "b": 0.5}
     assert [list(column.cells) for column in result.table().columns][2] == ["1.00", "2.00"]
     assert result.failures() == []
+
+
+def test_names_are_no_markup() -> None:
+    fakes = [FakePeer("[/]", [1.0, 1.0], []), FakePeer("[red]a", [1.0, 1.0], [])]
+    table = measure_peers("some", fakes, JOBS, range(1)).table()
+    console = Console(width=200, file=StringIO(), color_system=None)
+    console.print(table)
+    written = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "[red]a" in written
+    assert "x [/]" in written
 
 
 def test_one_that_fails_takes_no_further_turn_and_the_others_go_on() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from foredraft import LLM, SamplingParams
 from foredraft.errors import ConfigError
-from foredraft.models.packed import PackedLinear, can_pack, pack
+from foredraft.models.packed import PackedLinear, can_pack, pack, padded_rows
 from foredraft.models.target import TargetModel
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -102,3 +102,24 @@ def test_what_is_not_fused_or_in_8_bits_is_not_packed(tmp_path: Path, settings: 
 def test_it_is_true_or_false(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="pack_weights must be true or false"):
         LLM(tiny_llama(tmp_path / "model"), pack_weights="yes")
+
+
+@pytest.mark.parametrize("num_rows", [33, 100, 513])
+def test_many_rows_are_padded_to_few_sizes(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each number of rows costs a compiled product that stays in memory; the padding reaches no row."""
+    linear = nn.Linear(24, 16)
+    packed, x = PackedLinear(linear), torch.randn(num_rows, 24)
+    seen: list[int] = []
+    right = packed._multiply
+
+    def multiply(rows: torch.Tensor) -> torch.Tensor:
+        seen.append(len(rows))
+        return right(rows)
+
+    monkeypatch.setattr(packed, "_multiply", multiply)
+    with torch.inference_mode():
+        torch.testing.assert_close(packed(x), linear(x))
+        assert packed(x[None]).shape == (1, num_rows, 16)
+    assert seen == [padded_rows(num_rows)] * 2
+    assert len({padded_rows(count) for count in range(1, 4097)}) < 80
+    assert all(count <= padded_rows(count) < 1.6 * count for count in range(1, 4097) if count > 32)

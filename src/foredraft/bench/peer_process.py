@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import IO, Any, Self
 
 from foredraft.bench.peers import Job
@@ -78,7 +79,7 @@ class PeerProcess:
             self.close()
             raise
         if generation is None:
-            raise ForedraftError(str(answer["error"]))
+            raise ForedraftError(str(answer["error"]).encode("utf-8", "replace").decode())
         return generation
 
     def close(self) -> None:
@@ -144,7 +145,7 @@ class PeerProcess:
             raise ForedraftError(f"{self._ending()}{self._last_words()}")
         try:
             answer = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
             raise ForedraftError(f"it answered {shown(line)}, which is no JSON object{self._last_words()}")
@@ -172,13 +173,26 @@ def _generation(answer: dict[str, Any], elapsed: float) -> Generation:
     try:
         outputs = [tuple(int(token_id) for token_id in output) for output in answer["outputs"]]
         seconds = float(answer["seconds"])
-        fields = answer.get("speculation")
-        speculation = None if fields is None else SpeculationStats(**fields)
-    except (LookupError, TypeError, ValueError) as error:
+        speculation = _speculation(answer.get("speculation"))
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise ForedraftError(f"its answer cannot be understood: {described(error)}") from error
     if not 0 < seconds <= elapsed:
         raise ForedraftError(f"it says that it took {seconds:g} s, and has answered after {elapsed:g} s")
     return Generation(outputs, seconds, speculation)
+
+
+def _speculation(fields: dict[str, Any] | None) -> SpeculationStats | None:
+    """Counts as a process gives them. ValueError or TypeError if they are none."""
+    if fields is None:
+        return None
+    stats = SpeculationStats(**fields)
+    lists = (stats.drafted_by_depth, stats.accepted_by_depth)
+    if not all(isinstance(each, list) for each in lists) or len(lists[0]) != len(lists[1]):
+        raise ValueError("drafted_by_depth and accepted_by_depth must be lists of one length")
+    numbers = [value for value in asdict(stats).values() if not isinstance(value, list)] + lists[0] + lists[1]
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"speculation must consist of counts, not {shown(fields)}")
+    return stats
 
 
 def _signal_group(process: subprocess.Popen[str], number: int) -> None:

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any, Protocol
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from foredraft.bench.variants import Generation
@@ -90,12 +91,12 @@ class PeersResult:
         """A table that is Markdown as well; ratios are those to the first peer."""
         table = Table(self.workload, box=box.MARKDOWN)
         first = self.peers[0]
-        for heading in ("tokens/s", f"x {first.name}", "mean acceptance length", "identical"):
+        for heading in ("tokens/s", f"x {escape(first.name)}", "mean acceptance length", "identical"):
             table.add_column(heading, justify="right")
         for peer in self.peers:
             speed, ratio, length = peer.median_tokens_per_second, self.ratio(peer, first), peer.mean_acceptance_length
             table.add_row(
-                peer.name,
+                escape(peer.name),
                 "" if speed is None else f"{speed:,.1f}",
                 "" if ratio is None else f"{ratio:.2f}",
                 "" if length is None else f"{length:.2f}",

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 _ROWS = 16
 """Rows that the layout is chosen for: those of a verification. It measures best for one row as well."""
-_product: Any = torch.ops.mkldnn._linear_pointwise
-_reorder: Any = torch.ops.mkldnn._reorder_linear_weight
 
 
 class PackedLinear(nn.Module):
@@ -26,12 +25,28 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.weight = linear.weight
         self.bias = linear.bias
-        self._packed: Tensor = _reorder(linear.weight.detach().contiguous(), _ROWS)
+        known: Any = torch.ops.mkldnn  # which a torch without oneDNN does not have
+        self._product: Any = known._linear_pointwise
+        self._packed: Tensor = known._reorder_linear_weight(linear.weight.detach().contiguous(), _ROWS)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]"""
-        y: Tensor = _product(x, self._packed, self.bias, "none", [], "")
+        num_rows = x.numel() // x.shape[-1]
+        size = padded_rows(num_rows)
+        if size > num_rows:
+            flat = F.pad(x.reshape(num_rows, -1), (0, 0, 0, size - num_rows))
+            return self._multiply(flat)[:num_rows].view(*x.shape[:-1], -1)
+        return self._multiply(x)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        y: Tensor = self._product(x, self._packed, self.bias, "none", [], "")
         return y
+
+
+def padded_rows(num_rows: int) -> int:
+    """The rows that a product of so many is padded to: oneDNN compiles, and keeps, one for each number of rows."""
+    step = 1 if num_rows <= 32 else 16 if num_rows <= 128 else 64 if num_rows <= 512 else 128
+    return -(-num_rows // step) * step
 
 
 def can_pack(weight: Tensor) -> bool:
