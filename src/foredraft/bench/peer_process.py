@@ -74,7 +74,7 @@ class PeerProcess:
             answer = self._exchange(request)
             elapsed = time.perf_counter() - started
             generation = None if "error" in answer else _generation(answer, elapsed)
-            self._signal(signal.SIGSTOP)
+            self._stop()
         except BaseException:
             self.close()
             raise
@@ -163,6 +163,13 @@ class PeerProcess:
         file.seek(0)
         lines = [line.strip() for line in file.read().splitlines() if line.strip()]
         return f": {' / '.join(lines[-5:])[-LAST_WORDS:]}" if lines else ""
+
+    def _stop(self) -> None:
+        """Return when it has stopped, or has ended: the kernel wakes what is stopped if we are killed, not what is yet to
+        stop."""
+        self._signal(signal.SIGSTOP)
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PID, _running(self._process).pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def _signal(self, number: int) -> None:
         _signal_group(_running(self._process), number)
