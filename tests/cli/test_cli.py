@@ -263,16 +263,16 @@ def test_a_prompt_from_a_pipe(run: Run, model: str) -> None:
 
 def start_long(model: str) -> subprocess.Popen[str]:
     """A process that would generate for many seconds."""
-    args = ["generate", PROMPT, "--model", model, "--max-tokens", "8000"]
+    args = ["generate", PROMPT, "--model", model, "--max-tokens", "8000", "--ignore-eos"]
     return subprocess.Popen([*COMMAND, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def press_ctrl_c(process: subprocess.Popen[str]) -> tuple[str, str]:
     """Once more where Python has dropped it, as it does within a callback of an import or of the garbage collector."""
-    for _ in range(30):
+    for _ in range(5):
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.communicate(timeout=1)
+            return process.communicate(timeout=4)
     return process.communicate(timeout=60)
 
 

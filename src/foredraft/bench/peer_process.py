@@ -165,8 +165,7 @@ class PeerProcess:
         return f": {' / '.join(lines[-5:])[-LAST_WORDS:]}" if lines else ""
 
     def _stop(self) -> None:
-        """Return when it has stopped, or has ended: the kernel wakes what is stopped if we are killed, not what is yet to
-        stop."""
+        """Return when it has stopped, or ended: if we are killed, the kernel wakes what is stopped and nothing else."""
         self._signal(signal.SIGSTOP)
         with suppress(ChildProcessError):
             os.waitid(os.P_PID, _running(self._process).pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
