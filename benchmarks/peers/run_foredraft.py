@@ -14,7 +14,7 @@ import typer  # noqa: E402
 import foredraft  # noqa: E402
 from foredraft.bench.peer_engines import OurEngine  # noqa: E402
 from foredraft.bench.peers import Job  # noqa: E402
-from foredraft.cli.bench_gpu import with_room  # noqa: E402
+from foredraft.cli.bench_options import with_room  # noqa: E402
 from foredraft.cli.options import engine_options, load, usage_errors  # noqa: E402
 from foredraft.config import EngineConfig  # noqa: E402
 from foredraft.statistics import SpeculationStats  # noqa: E402

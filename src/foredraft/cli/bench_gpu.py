@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foredraft.cli.bench_options import Output, integers, print_marks, with_progress, write
+from foredraft.cli.bench_options import (
+    Output,
+    engine_settings,
+    integers,
+    keeper,
+    print_marks,
+    with_progress,
+    with_room,
+    write,
+)
 from foredraft.cli.display import open_console
 from foredraft.cli.options import engine_options, load, usage_errors
 from foredraft.config import EngineConfig
-from foredraft.errors import ConfigError
 
 if TYPE_CHECKING:
-    from foredraft import LLM
+    pass
 
 Context = Annotated[int, typer.Option(min=1, help="random token ids that each request begins with")]
 Steps = Annotated[int, typer.Option(min=1, help="decode steps to time as a whole")]
@@ -88,40 +94,3 @@ def trace(
         console.print(f"{title}:", table)
     settings = {"depth": depth, "batch_size": batch_size, "context": context, "steps": steps} | engine_settings(llm)
     write(output, "trace", llm, {"settings": settings, **result.to_dict()})
-
-
-def with_room(config: EngineConfig, depths: Sequence[int], batch_size: int) -> EngineConfig:
-    """With room for the deepest of `depths`, if the settings say nothing. ConfigError if they have no room."""
-    deepest = max(depths)
-    if batch_size > config.max_num_seqs:
-        raise ConfigError(f"{batch_size} requests are to run at once, but max_num_seqs={config.max_num_seqs}")
-    if config.num_speculative_tokens is None:
-        return replace(config, num_speculative_tokens=deepest)
-    if deepest > config.num_speculative_tokens:
-        raise ConfigError(f"depth {deepest} asked for, but num_speculative_tokens={config.num_speculative_tokens}")
-    return config
-
-
-def engine_settings(llm: LLM) -> dict[str, Any]:
-    """Settings that decide how fast the engine is, for a report."""
-    config = llm.config
-    return {
-        "quantization": config.quantization,
-        "draft_vocab_size": config.draft_vocab_size,
-        "draft_head_bits": head.bits if (head := llm.engine.runner.draft_head) is not None else None,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-        "verification": llm.engine.limits.verification,
-        "marks": config.marks,
-    }
-
-
-def keeper(output: Path | None, benchmark: str, llm: LLM, settings: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
-    """A function that writes a report anew, whole at any moment: a run that is ended early leaves what it has."""
-
-    def keep(figures: dict[str, Any]) -> None:
-        if output is not None:
-            unfinished = output.with_name(f"{output.name}.new")
-            write(unfinished, benchmark, llm, {"settings": settings, **figures})
-            unfinished.replace(output)
-
-    return keep

@@ -12,8 +12,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foredraft.bench.prompts import DEFAULT_PROMPTS, read_prompts
-from foredraft.cli.bench_gpu import engine_settings, keeper, with_room
-from foredraft.cli.bench_options import Output, Prompts, integers, print_marks, tokenize, with_progress
+from foredraft.cli.bench_options import (
+    Output,
+    Prompts,
+    engine_settings,
+    integers,
+    keeper,
+    print_marks,
+    tokenize,
+    with_progress,
+    with_room,
+)
 from foredraft.cli.display import open_console
 from foredraft.cli.options import engine_options, load, usage_errors
 from foredraft.config import EngineConfig
