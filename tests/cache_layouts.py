@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from foredraft.cache.block_tables import RowDemand
-from foredraft.cache.groups import CacheLayout, KVShape
+from foredraft.cache.groups import CacheLayout, KVShape, StoredRows
 from foredraft.cache.manager import CacheManager
 from foredraft.cache.prefix_match import PrefixMatch
 from foredraft.exactness import ExactRows
@@ -15,7 +15,9 @@ from foredraft.exactness import ExactRows
 
 def make_layout(target: Sequence[int | None], modules: Sequence[int | None]) -> CacheLayout:
     """Layers and modules with these windows (None: full attention), one number a row each."""
-    layers, depths = ([KVShape(1, 1, 1, window) for window in windows] for windows in (target, modules))
+    layers, depths = (
+        StoredRows(tuple(KVShape(1, 1, 1, window) for window in windows)) for windows in (target, modules)
+    )
     return CacheLayout.build(layers, depths, hidden_size=1, dtype=torch.float32)
 
 

@@ -21,10 +21,11 @@ from tiny_models import (
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from foredraft.cache.groups import CacheLayout, KVShape
+from foredraft.cache.groups import CacheLayout, StoredRows
 from foredraft.cache.storage import CacheStorage
 from foredraft.models import fused_model
-from foredraft.models.attention import PagedAttention, RowSpan, group_rows
+from foredraft.models.attention import PagedAttention
+from foredraft.models.row_layout import RowSpan, group_rows
 from foredraft.models.loader import LoadedModel, load_checkpoint
 from foredraft.models.mtp import MtpModules
 from foredraft.models.target import TargetModel
@@ -74,8 +75,8 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
 class Pass:
     """One pass over rows of two sequences, in a cache of their own."""
 
-    def __init__(self, target: TargetModel, module_shapes: tuple[KVShape, ...] = ()) -> None:
-        self._layout = CacheLayout.build(target.kv_shapes, module_shapes, target.hidden_size, target.dtype)
+    def __init__(self, target: TargetModel, module_rows: StoredRows | None = None) -> None:
+        self._layout = CacheLayout.build(target.stored, module_rows or StoredRows(), target.hidden_size, target.dtype)
         self._target = target
         generator = torch.Generator().manual_seed(0)
         self.token_ids = torch.randint(64, (NUM_ROWS + 5,), generator=generator)
@@ -129,7 +130,7 @@ def test_a_target_computes_what_transformers_does(tmp_path: Path, kind: str) -> 
 def test_modules_compute_what_transformers_does(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     loaded = load(BUILDERS[kind](tmp_path), dtype)
     target, modules = TargetModel(loaded.target), MtpModules(loaded.mtp)  # type: ignore[arg-type]
-    rows = Pass(target, modules.kv_shapes)
+    rows = Pass(target, modules.stored)
     expected = [rows.module(modules, index) for index in range(modules.num_modules)]
     expected_target = rows.target()
     target.fuse(MAX_POSITIONS)
@@ -175,7 +176,7 @@ def test_fusing_twice_changes_nothing(tmp_path: Path) -> None:
         assert target.fused is not None
         some.fuse(target.fused)
         assert some._fused is not None
-    rows = [Pass(target, some.kv_shapes) for target, some in zip(targets, modules)]
+    rows = [Pass(target, some.stored) for target, some in zip(targets, modules)]
     for one in rows:
         assert_close(one.target(), expected)
     assert torch.equal(*(one.module(some, 1) for one, some in zip(rows, modules)))
@@ -236,7 +237,7 @@ def test_modules_that_compute_something_else_are_left_alone(tmp_path: Path, how:
     assert loaded.mtp is not None
     altered(loaded.mtp.layers[2].mtp_block, how)
     target, modules = TargetModel(loaded.target), MtpModules(loaded.mtp)
-    rows = Pass(target, modules.kv_shapes)
+    rows = Pass(target, modules.stored)
     expected = [rows.module(modules, index) for index in range(3)]
     target.fuse(MAX_POSITIONS)
     assert target.fused is not None

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scripted import finish
 from tiny_models import tiny_mistral, tiny_qwen2
 
-from foredraft.cache.groups import CacheLayout, KVShape
+from foredraft.cache.groups import CacheLayout, KVShape, StoredRows
 from foredraft.cache.manager import CacheManager
 from foredraft.cache.storage import CacheStorage
 from foredraft.config import EngineConfig
@@ -37,7 +37,9 @@ MANY = 10**6
 
 def layout_of(target: Sequence[int | None], modules: Sequence[int | None] = ()) -> CacheLayout:
     """Layers with these windows. A row takes 16 bytes in a layer or module and 8 as h0."""
-    layers, depths = ([KVShape(1, 2, 2, window) for window in windows] for windows in (target, modules))
+    layers, depths = (
+        StoredRows(tuple(KVShape(1, 2, 2, window) for window in windows)) for windows in (target, modules)
+    )
     return CacheLayout.build(layers, depths, 2, torch.float32)
 
 

@@ -13,7 +13,7 @@ import torch
 from tiny_models import tiny_alternating, tiny_glm4_moe, tiny_llama
 
 from foredraft import LLM, SamplingParams
-from foredraft.models.attention import GroupRows, RowSpan, _lane_rows
+from foredraft.models.row_layout import GroupRows, RowSpan, _lanes
 from foredraft.runner import inputs, pass_graphs
 from foredraft.runner.pass_graphs import LANE_SIZES, ROW_SIZES, PassGraphs
 from foredraft.runner.resident.graphs import GraphCache
@@ -59,7 +59,9 @@ def lanes_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def lane_rows(
         storage: Any, group: int, slots: torch.Tensor, spans: list[RowSpan], device: torch.device
     ) -> GroupRows:
-        return _lane_rows(storage.layout.groups[group], slots, spans, storage.block_size, device)
+        return GroupRows(
+            slots.to(device), _lanes(spans, storage.block_size, device), storage.layout.groups[group].window
+        )
 
     for module in (inputs, drafter):
         monkeypatch.setattr(module, "group_rows", lane_rows)

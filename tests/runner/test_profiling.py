@@ -14,7 +14,7 @@ import torch
 from tiny_models import tiny_glm4_moe, tiny_llama, tiny_mistral, tiny_qwen2
 from torch import Tensor
 
-from foredraft.cache.groups import CacheLayout
+from foredraft.cache.groups import CacheLayout, StoredRows
 from foredraft.cache.storage import CacheStorage
 from foredraft.config import EngineConfig
 from foredraft.engine import build
@@ -76,8 +76,8 @@ class Watched:
         loaded = load_checkpoint(BUILDERS[self.kind](self.path), dtype=torch.float32, device=CPU)
         self.target = TargetModel(loaded.target)
         self.modules = MtpModules(loaded.mtp) if loaded.mtp is not None else None
-        shapes = self.modules.kv_shapes if self.modules is not None else ()
-        layout = CacheLayout.build(self.target.kv_shapes, shapes, self.target.hidden_size, torch.float32)
+        rows = self.modules.stored if self.modules is not None else StoredRows()
+        layout = CacheLayout.build(self.target.stored, rows, self.target.hidden_size, torch.float32)
         limits: dict[str, Any] = {"block_size": 4, "max_num_seqs": 5, "max_num_batched_tokens": 40}
         self.demand = CacheDemand(EngineConfig(**(limits | self.settings)), layout, DEPTHS[self.kind], 256)
         self._watch()

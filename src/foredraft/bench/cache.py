@@ -18,7 +18,7 @@ from rich.table import Table
 
 from foredraft import LLM, RequestOutput, SamplingParams
 from foredraft.cache.block_tables import RowDemand
-from foredraft.cache.groups import CacheLayout, KVShape
+from foredraft.cache.groups import CacheLayout, KVShape, StoredRows
 from foredraft.cache.manager import CacheManager
 from foredraft.errors import ConfigError, ForedraftError
 from foredraft.exactness import ExactRows
@@ -245,7 +245,7 @@ def measure_index(num_blocks: int) -> IndexCost:
 def _new_cache(num_modules: int, num_blocks: int) -> CacheManager:
     """Books for so many blocks of the target's rows, and of the modules' if there are any; no tensors."""
     shape = KVShape(num_kv_heads=1, key_dim=1, value_dim=1, window=None)
-    layout = CacheLayout.build([shape], [shape] * num_modules, 1, torch.float32)
+    layout = CacheLayout.build(StoredRows((shape,)), StoredRows((shape,) * num_modules), 1, torch.float32)
     return CacheManager(layout, [num_blocks + 1] * len(layout.groups), BLOCK_SIZE)
 
 

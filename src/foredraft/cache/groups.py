@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
@@ -14,7 +14,8 @@ import torch
 class KVShape:
     """What one attention layer stores for a row; how many query heads share a key head; how far back it looks.
 
-    window None: to the start of the sequence.
+    window None: to the start of the sequence. is_latent: the value of a head is the first value_dim numbers of its
+    key, which are stored once.
     """
 
     num_kv_heads: int
@@ -22,11 +23,45 @@ class KVShape:
     value_dim: int
     window: int | None
     fold: int = 1
+    is_latent: bool = False
 
     @property
     def width(self) -> int:
         """Numbers stored for a row."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim)
+        return self.num_kv_heads * (self.key_dim if self.is_latent else self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True)
+class InputShape:
+    """What a layer keeps of a row for later rows beside keys and values: the input of a short convolution, say.
+
+    layer: number of the target layer or of the module; name: which of its parts. width: numbers a row. window: how far
+    back that part looks, its own row included; None: to the start of the sequence.
+    """
+
+    layer: int
+    name: str
+    width: int
+    window: int | None
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """All that a target or its modules store for a row: `kv` of each layer or module, and what else some keep."""
+
+    kv: tuple[KVShape, ...] = ()
+    inputs: tuple[InputShape, ...] = ()
+
+    @property
+    def windows(self) -> frozenset[int | None]:
+        """How far back any part looks."""
+        return frozenset(shape.window for shape in self.kv) | frozenset(shape.window for shape in self.inputs)
+
+    def reach(self, layer: int) -> int | None:
+        """How many rows before its own a row of one layer depends on, at most; None: all."""
+        own = [self.kv[layer].window]
+        own += [shape.window for shape in self.inputs if shape.layer == layer]
+        return None if None in own else sum(window - 1 for window in own if window)
 
 
 class Owner(Enum):
@@ -43,6 +78,7 @@ class CacheGroup:
     layers: numbers of target layers or of modules (0 is the one of depth 1), `shapes` what each stores for a row;
     hidden_size: width of h0, where it is stored with this group, else 0.
     retention: how many rows before the next one to compute are still needed; None: all.
+    inputs: what layers keep beside keys and values.
     """
 
     owner: Owner
@@ -50,18 +86,31 @@ class CacheGroup:
     shapes: tuple[KVShape, ...]
     retention: int | None
     hidden_size: int = 0
+    inputs: tuple[InputShape, ...] = ()
 
     @property
     def name(self) -> str:
         """What the group is called where people read it."""
         kinds = [self.owner.value] if self.layers else []
+        kinds += [f"inputs of {self.owner.value}"] if self.inputs else []
         kinds += ["h0"] if self.hidden_size else []
         return " and ".join(kinds) + ("" if self.retention is None else f", last {self.retention + 1} rows")
 
     @property
     def width(self) -> int:
         """Numbers stored for a row."""
-        return sum(shape.width for shape in self.shapes) + self.hidden_size
+        inputs = sum(shape.width for shape in self.inputs)
+        return sum(shape.width for shape in self.shapes) + inputs + self.hidden_size
+
+    @property
+    def holds_layers(self) -> bool:
+        """Whether anything but h0 is in it."""
+        return bool(self.shapes or self.inputs)
+
+    @property
+    def window(self) -> int | None:
+        """How far back its layers look, their own row included; None: to the start of the sequence."""
+        return None if self.retention is None else self.retention + 1
 
     def first_kept_row(self, next_row: int) -> int:
         """The first row that must be there so that `next_row` can be computed.
@@ -79,13 +128,11 @@ class CacheLayout:
     dtype: torch.dtype
 
     @classmethod
-    def build(
-        cls, target: Sequence[KVShape], modules: Sequence[KVShape], hidden_size: int, dtype: torch.dtype
-    ) -> CacheLayout:
+    def build(cls, target: StoredRows, modules: StoredRows, hidden_size: int, dtype: torch.dtype) -> CacheLayout:
         """Group layers by owner and window. h0 lies with the target's full attention layers, where there are any."""
         groups = [*_by_window(Owner.TARGET, target), *_by_window(Owner.MODULES, modules)]
         if groups[0].retention is None:
-            groups[0] = CacheGroup(Owner.TARGET, groups[0].layers, groups[0].shapes, None, hidden_size)
+            groups[0] = replace(groups[0], hidden_size=hidden_size)
         else:
             groups.insert(0, CacheGroup(Owner.TARGET, (), (), _hidden_retention(modules), hidden_size))
         return cls(tuple(sorted(groups, key=lambda group: group.owner is Owner.MODULES)), dtype)
@@ -134,6 +181,25 @@ class CacheLayout:
         return group.shapes[group.layers.index(layer)]
 
     @cached_property
+    def groups_of_module(self) -> tuple[tuple[int, ...], ...]:
+        """For each module, the numbers of all groups that hold some of its rows; that of its keys is the first."""
+        held = [
+            [number for number in self.module_groups if any(one.layer == module for one in self.groups[number].inputs)]
+            for module in range(len(self.group_of_module))
+        ]
+        return tuple(tuple(dict.fromkeys((own, *other))) for own, other in zip(self.group_of_module, held))
+
+    @cached_property
+    def has_inputs(self) -> bool:
+        """Whether any layer keeps something beside keys and values."""
+        return any(group.inputs for group in self.groups)
+
+    def stored(self, owner: Owner) -> StoredRows:
+        """What the target, or its modules, store for a row."""
+        inputs = tuple(one for group in self.groups if group.owner is owner for one in group.inputs)
+        return StoredRows(self.target if owner is Owner.TARGET else self.modules, inputs)
+
+    @cached_property
     def has_windows(self) -> bool:
         """Whether any group gives rows back while a request runs."""
         return any(group.retention is not None for group in self.groups)
@@ -153,11 +219,9 @@ class CacheLayout:
 
         A window of w rows reaches w - 1 rows further back at each module of the chain. None: all rows are needed.
         """
-        rows: list[int | None] = [0]
-        for depth in range(1, len(self.modules) + 1):
-            windows = [shape.window for shape in self.modules[:depth]]
-            rows.append(None if None in windows else sum(window - 1 for window in windows if window) + depth)
-        return tuple(rows)
+        stored = self.stored(Owner.MODULES)
+        reaches = [stored.reach(module) for module in range(len(self.modules))]
+        return (0, *(_reach_of_chain(reaches[: depth + 1]) for depth in range(len(reaches))))
 
     def bytes_per_token(self, number: int | None = None) -> int:
         """Bytes that one row of group `number` takes; None: of all groups together."""
@@ -165,20 +229,25 @@ class CacheLayout:
         return sum(group.width for group in groups) * self.dtype.itemsize
 
 
-def _by_window(owner: Owner, shapes: Sequence[KVShape]) -> list[CacheGroup]:
+def _by_window(owner: Owner, stored: StoredRows) -> list[CacheGroup]:
     """One group for each window that occurs, full attention first."""
-    windows = sorted({shape.window for shape in shapes}, key=lambda window: (window is not None, window or 0))
+    windows = sorted(stored.windows, key=lambda window: (window is not None, window or 0))
     groups = []
     for window in windows:
-        layers = tuple(layer for layer, shape in enumerate(shapes) if shape.window == window)
+        layers = tuple(layer for layer, shape in enumerate(stored.kv) if shape.window == window)
         retention = None if window is None else window - 1
-        groups.append(CacheGroup(owner, layers, tuple(shapes[layer] for layer in layers), retention))
+        shapes = tuple(stored.kv[layer] for layer in layers)
+        inputs = tuple(shape for shape in stored.inputs if shape.window == window)
+        groups.append(CacheGroup(owner, layers, shapes, retention, inputs=inputs))
     return groups
 
 
-def _hidden_retention(modules: Sequence[KVShape]) -> int | None:
+def _reach_of_chain(reaches: Sequence[int | None]) -> int | None:
+    """How many rows of h0 before c modules that look back so far need, one after the other: one more at each depth."""
+    return None if None in reaches else sum(reach for reach in reaches if reach) + len(reaches)
+
+
+def _hidden_retention(modules: StoredRows) -> int | None:
     """How many rows of h0 a target with windows only keeps: enough to restart every module, and one for the head."""
-    windows = [shape.window for shape in modules]
-    if None in windows:
-        return None
-    return max(1, sum(window - 1 for window in windows if window) + len(windows))
+    rows = _reach_of_chain([modules.reach(module) for module in range(len(modules.kv))])
+    return None if rows is None else max(1, rows)

@@ -8,14 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foredraft.cache.groups import CacheLayout, KVShape
+from foredraft.cache.groups import CacheLayout, KVShape, Owner
+
+InputName = tuple[int, str]
+"""The number of a target layer or a module, and which of its parts."""
 
 
 @dataclass(frozen=True)
 class LayerKV:
     """Paged keys and values of one layer: a row per slot, heads side by side.
 
-    key [num_slots, num_kv_heads * key_dim], value [num_slots, num_kv_heads * value_dim].
+    key [num_slots, num_kv_heads * key_dim], value [num_slots, num_kv_heads * value_dim]: a view of the key, if latent.
     """
 
     key: Tensor
@@ -23,10 +26,19 @@ class LayerKV:
     num_kv_heads: int
 
 
+@dataclass(frozen=True)
+class StoredInput:
+    """What one part of a layer keeps of each row, rows [num_slots, width], in blocks of cache group `group`."""
+
+    rows: Tensor
+    group: int
+
+
 class CacheStorage:
     """Paged rows of every layer. Slot b * block_size + r is row r of block b; slot 0 lies in the reserved block.
 
-    num_blocks: for each group of the layout. target and modules: one entry a layer or module.
+    num_blocks: for each group of the layout. target and modules: one entry a layer or module; target_inputs and
+    module_inputs: what layers keep beside keys and values.
     hidden [num_slots, hidden_size] is h0, the target's hidden state that module 1 and the head read.
     """
 
@@ -46,17 +58,26 @@ class CacheStorage:
         self._pin = pin
         self.target = self._layers(layout.target, layout.group_of_layer)
         self.modules = self._layers(layout.modules, layout.group_of_module)
+        self.target_inputs = self._inputs(Owner.TARGET)
+        self.module_inputs = self._inputs(Owner.MODULES)
         self.hidden = self._rows(layout.hidden_group, layout.hidden_size)
 
     def _layers(self, shapes: Sequence[KVShape], groups: Sequence[int]) -> tuple[LayerKV, ...]:
-        return tuple(
-            LayerKV(
-                self._rows(group, shape.num_kv_heads * shape.key_dim),
-                self._rows(group, shape.num_kv_heads * shape.value_dim),
-                shape.num_kv_heads,
-            )
-            for shape, group in zip(shapes, groups)
-        )
+        return tuple(self._layer(shape, group) for shape, group in zip(shapes, groups))
+
+    def _layer(self, shape: KVShape, group: int) -> LayerKV:
+        heads = shape.num_kv_heads
+        key = self._rows(group, heads * shape.key_dim)
+        value = key[:, : shape.value_dim] if shape.is_latent else self._rows(group, heads * shape.value_dim)
+        return LayerKV(key, value, heads)
+
+    def _inputs(self, owner: Owner) -> dict[InputName, StoredInput]:
+        groups = [(number, group) for number, group in enumerate(self.layout.groups) if group.owner is owner]
+        return {
+            (shape.layer, shape.name): StoredInput(self._rows(number, shape.width), number)
+            for number, group in groups
+            for shape in group.inputs
+        }
 
     def _rows(self, group: int, width: int) -> Tensor:
         """A row per slot. None is read before it is written, so a CPU gives memory to blocks that are used only."""
@@ -74,9 +95,15 @@ class CacheStorage:
         return tuple(tensor[rows] for tensor in self._tensors(group))
 
     def _tensors(self, group: int) -> list[Tensor]:
-        layout = self.layout
-        layers = self.target if group in layout.target_groups else self.modules
-        tensors = [t for layer in layout.groups[group].layers for t in (layers[layer].key, layers[layer].value)]
+        layout, own = self.layout, self.layout.groups[group]
+        is_target = own.owner is Owner.TARGET
+        layers, inputs = (self.target, self.target_inputs) if is_target else (self.modules, self.module_inputs)
+        tensors = [
+            tensor
+            for layer, shape in zip(own.layers, own.shapes)
+            for tensor in ((layers[layer].key,) if shape.is_latent else (layers[layer].key, layers[layer].value))
+        ]
+        tensors += [inputs[shape.layer, shape.name].rows for shape in own.inputs]
         return [*tensors, self.hidden] if group == layout.hidden_group else tensors
 
     @property

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from foredraft.cache.groups import CacheLayout
+from foredraft.cache.groups import CacheLayout, StoredRows
 from foredraft.cache.manager import CacheManager
 from foredraft.cache.persistence import load_cache
 from foredraft.cache.snapshot import Signature
@@ -68,8 +68,8 @@ def _build(
     config.check_rates(max_depth)
     config.check_drafts(max_depth)
     draft_head = build_draft_head(config, loaded, target) if modules is not None else None
-    module_shapes = modules.kv_shapes if modules is not None else ()
-    layout = CacheLayout.build(target.kv_shapes, module_shapes, target.hidden_size, target.dtype)
+    module_rows = modules.stored if modules is not None else StoredRows()
+    layout = CacheLayout.build(target.stored, module_rows, target.hidden_size, target.dtype)
 
     tools = _text_tools(loaded, target.vocab_size)
     verification = _verification_settings(config, draft_head.token_ids if draft_head is not None else None)
@@ -125,7 +125,7 @@ def _build(
         kept = _kept_cache(Path(config.cache_dir), loaded, layout, config.block_size)
         load_cache(kept.directory, kept.signature, cache, host_storage)
     scheduler_limits = SchedulerLimits(
-        config.max_num_seqs, config.max_num_batched_tokens, len(module_shapes), config.scheduling_policy
+        config.max_num_seqs, config.max_num_batched_tokens, len(module_rows.kv), config.scheduling_policy
     )
     limits = EngineLimits(
         target.vocab_size, size.max_model_len, max_depth, loaded.eos_token_ids, config.verification_name

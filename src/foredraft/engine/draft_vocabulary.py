@@ -27,8 +27,8 @@ def build_draft_head(config: EngineConfig, loaded: LoadedModel, target: TargetMo
     bits = config.draft_head_bits or best_bits(weight)
     if config.draft_vocab is None or size is None:
         first = [None if rows is None else rows[:size] for rows in (bias, scales)]
-        return DraftHead.build(weight[:size], first[0], None, bits, first[1])
+        return DraftHead.build(weight[:size], first[0], None, bits, first[1], target.head_divisor)
     path = builtin_ranking() if config.draft_vocab == BUILTIN else Path(config.draft_vocab)
     ranking = read_ranking(path, loaded.tokenizer)
     token_ids = frequent_tokens(ranking, size, target.vocab_size, loaded.eos_token_ids)
-    return DraftHead.build(weight, bias, token_ids, bits, scales)
+    return DraftHead.build(weight, bias, token_ids, bits, scales, target.head_divisor)

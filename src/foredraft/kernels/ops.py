@@ -75,13 +75,16 @@ class Kernels(Protocol):
         scale: float,
         window: int | None = None,
         bias: Tensor | None = None,
+        sinks: Tensor | None = None,
+        chosen: Tensor | None = None,
     ) -> Tensor:
         """Attention of query [T, num_heads, head_dim] over the rows of its own sequences in the cache.
 
         key_cache is [num_slots, num_kv_heads * head_dim], value_cache [num_slots, num_kv_heads * value_dim]. Row r of
         block b is slot b * block_size + r. Query heads share a key head in runs of num_heads // num_kv_heads. The query
         at row i of its sequence sees the keys j with max(origin, i - window + 1) <= j <= i, and `bias` [T, num_heads,
-        extent] is added to the scaled score at distance i - j < extent.
+        extent] is added to the scaled score at distance i - j < extent. Each head's sink [num_heads] takes part in the
+        softmax as the score of a key without a value. A row sees only the keys j with chosen[row, j], [T, N] bool.
 
         Returns [T, num_heads, value_dim]. Rows in no lane may hold anything, before and after.
         """

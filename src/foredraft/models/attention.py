@@ -7,9 +7,8 @@ needs is one `PagedAttention` object, handed through transformers' keyword argum
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -17,57 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from foredraft.cache.groups import CacheGroup
-from foredraft.cache.storage import CacheStorage, LayerKV
+from foredraft.cache.storage import CacheStorage, InputName, LayerKV
 from foredraft.errors import ModelLoadError
 from foredraft.kernels.lanes import Lanes
 from foredraft.kernels.ops import Kernels, kernels_of
+from foredraft.models.row_layout import AttentionGroup, EarlierRows, GroupRows, earlier_rows
 
 ATTENTION_NAME = "foredraft_paged"
-
-
-@dataclass(frozen=True)
-class RowSpan:
-    """The rows of one request in a pass: `num_rows` rows of the flat batch that end at row `end` of its sequence.
-
-    slots: where rows 0..end-1 of the sequence lie in the paged storage, int64 [end] on the CPU; those before `origin`
-    and those behind every row's window are not looked at.
-    """
-
-    num_rows: int
-    end: int
-    slots: Tensor
-    origin: int = 0
-
-    def first_key(self, window: int | None) -> int:
-        """The first row that a row of this span attends to."""
-        return self.origin if window is None else max(self.origin, self.end - self.num_rows - window + 1)
-
-
-@dataclass(frozen=True)
-class AttentionGroup:
-    """Requests of like size, padded to one rectangle of B requests, Q query rows, L key rows.
-
-    rows [B * Q] flat rows of the batch (padding repeats a real row); real [n] which of those are no padding, or None
-    for all; slots [B * L], or a slice where they lie one after another; masks: additive, [B, 1, fold * Q, L] by fold,
-    the number of query heads that share a key head; None where every key is visible to every query.
-    """
-
-    num_requests: int
-    rows: Tensor
-    real: Tensor | None
-    slots: Tensor | slice
-    masks: dict[int, Tensor | None]
-
-
-@dataclass(frozen=True)
-class GroupRows:
-    """What a pass does in the layers of one cache group: `slots` [T] take each row's key and value, and `attention`
-    covers all T rows: as rectangles, or as lanes for the kernels that read block tables, which need the `window`."""
-
-    slots: Tensor
-    attention: tuple[AttentionGroup, ...] | Lanes
-    window: int | None = None
 
 
 class Rotation(NamedTuple):
@@ -92,12 +47,28 @@ class Rotation(NamedTuple):
         )
 
 
+class ScoreTerms(NamedTuple):
+    """What some architectures add to plain attention.
+
+    bias: [T, heads, extent], added to the scaled score of the key at distance d < extent. sinks: [heads], a score that
+    takes part in the softmax and has no value. chosen: [T, N] bool, which rows of its sequence a row may attend to.
+    """
+
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    chosen: Tensor | None = None
+
+
+PLAIN = ScoreTerms()
+
+
 @dataclass(frozen=True)
 class PagedAttention:
     """All that the layers of one forward pass need to know; `kv` and `rows` have an entry a layer, by `layer_idx`.
 
-    block_size: rows of a block, where `rows` are lanes. kernels: those of the device if left out. dtype: what queries,
-    keys and values are converted to before they meet, if it is not their own.
+    inputs: what layers keep beside keys and values, and the rows of the pass in its cache group.
+    block_size: rows of a block. kernels: those of the device if left out. dtype: what queries, keys and values are
+    converted to before they meet, if it is not their own. positions: [T], of the tokens that the rows read.
     """
 
     kv: Sequence[LayerKV]
@@ -105,9 +76,41 @@ class PagedAttention:
     block_size: int = 0
     kernels: Kernels | None = None
     dtype: torch.dtype | None = None
+    positions: Tensor | None = None
+    inputs: Mapping[InputName, tuple[Tensor, GroupRows]] = field(default_factory=dict)
+    _earlier: dict[int, EarlierRows] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of_target(
+        cls, storage: CacheStorage, rows: Mapping[int, GroupRows], kernels: Kernels | None = None
+    ) -> PagedAttention:
+        """For a pass of the target; rows: by cache group."""
+        inputs = {name: (stored.rows, rows[stored.group]) for name, stored in storage.target_inputs.items()}
+        by_layer = [rows[group] for group in storage.layout.group_of_layer]
+        return cls(storage.target, by_layer, storage.block_size, kernels, inputs=inputs)
+
+    @classmethod
+    def of_module(
+        cls, storage: CacheStorage, module: int, rows: Mapping[int, GroupRows], kernels: Kernels | None = None
+    ) -> PagedAttention:
+        """For a pass of one module; rows: by cache group, of those that hold rows of it."""
+        inputs = {
+            name: (stored.rows, rows[stored.group])
+            for name, stored in storage.module_inputs.items()
+            if name[0] == module
+        }
+        own = rows[storage.layout.group_of_module[module]]
+        return cls(storage.modules, [own] * len(storage.modules), storage.block_size, kernels, inputs=inputs)
 
     def attend(
-        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+        self,
+        layer_idx: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        terms: ScoreTerms = PLAIN,
     ) -> Tensor:
         """Store `key` and `value` [1, kv_heads, T, dim], attend with `query` [1, heads, T, dim]; [1, T, heads, dim].
 
@@ -117,7 +120,40 @@ class PagedAttention:
         num_rows = query.shape[2]
         kv.key.index_copy_(0, slots, key[0].transpose(0, 1).reshape(num_rows, -1))
         kv.value.index_copy_(0, slots, value[0].transpose(0, 1).reshape(num_rows, -1))
-        return self._attend(layer_idx, query[0].transpose(0, 1), scale).unsqueeze(0)
+        return self._attend(layer_idx, query[0].transpose(0, 1), scale, terms).unsqueeze(0)
+
+    def attend_latent(
+        self, layer_idx: int, query: Tensor, latent: Tensor, value_dim: int, scale: float, terms: ScoreTerms = PLAIN
+    ) -> Tensor:
+        """Attention of all heads over one shared key whose first `value_dim` numbers are its value.
+
+        Store `latent` [T, dim], attend with `query` [T, heads, dim]; returns [T, heads, value_dim].
+        """
+        self.kv[layer_idx].key.index_copy_(0, self.rows[layer_idx].slots, latent)
+        return self._attend(layer_idx, query, scale, terms)
+
+    def store_input(self, layer_idx: int, name: str, rows: Tensor, window: int | None) -> Tensor:
+        """Keep `rows` [T, width] for later rows of the same sequences; returns all that is stored, by slot.
+
+        `window` is the one that the cache group was made for.
+        """
+        stored, group = self.inputs[layer_idx, name]
+        stored.index_copy_(0, group.slots, rows.to(stored.dtype))
+        return stored
+
+    def with_earlier(self, layer_idx: int, name: str, rows: Tensor, window: int) -> Tensor:
+        """Keep `rows` [T, width], and return each behind the window - 1 rows before it: [T, window, width].
+
+        Before the first row of a sequence there are zeros.
+        """
+        stored = self.store_input(layer_idx, name, rows, window)
+        group = self.inputs[layer_idx, name][1]
+        earlier = self._earlier.get(id(group))
+        if earlier is None:
+            earlier = self._earlier[id(group)] = earlier_rows(group.lanes, len(rows), window - 1, self.block_size)
+        before = stored.index_select(0, earlier.slots.flatten()).view(len(rows), window - 1, -1)
+        before = torch.where(earlier.exists.unsqueeze(2), before, before.new_zeros(()))
+        return torch.cat((before, rows.to(stored.dtype).unsqueeze(1)), dim=1)
 
     def attend_rotated(self, layer_idx: int, qkv: Tensor, rotation: Rotation, scale: float) -> Tensor:
         """The same for rows as a projection leaves them, qkv [T, heads * dim]: turn, store and attend; [T, heads *
@@ -127,16 +163,16 @@ class PagedAttention:
         query = rotation.apply(kernels, qkv, kv.key, kv.value, slots)
         return self._attend(layer_idx, query, scale).flatten(1)
 
-    def _attend(self, layer_idx: int, query: Tensor, scale: float) -> Tensor:
+    def _attend(self, layer_idx: int, query: Tensor, scale: float, terms: ScoreTerms = PLAIN) -> Tensor:
         """query [T, heads, dim] -> [T, heads, value_dim]; keys and values are stored."""
         if self.dtype is not None and query.dtype != self.dtype:
-            return self._attend(layer_idx, query.to(self.dtype), scale).to(query.dtype)
+            return self._attend(layer_idx, query.to(self.dtype), scale, terms).to(query.dtype)
         kv, rows = self.kv[layer_idx], self.rows[layer_idx]
         groups = rows.attention
-        if isinstance(groups, Lanes):
-            kernels = self.kernels or kernels_of(query.device)
+        kernels = self.kernels or kernels_of(query.device)
+        if terms is not PLAIN or isinstance(groups, Lanes):
             return kernels.paged_attention(
-                query.contiguous(), kv.key, kv.value, groups, self.block_size, scale, rows.window
+                query.contiguous(), kv.key, kv.value, rows.lanes, self.block_size, scale, rows.window, *terms
             )
         if len(groups) == 1 and groups[0].real is None:
             return _attend_group(groups[0], kv, query, scale)
@@ -178,112 +214,6 @@ def _rows_at(rows: Tensor, slots: Tensor | slice) -> Tensor:
     return rows[slots] if isinstance(slots, slice) else rows.index_select(0, slots)
 
 
-def _as_slice(slots: Tensor) -> slice | None:
-    """The slice that `slots` [L] are, if they lie one after another: it needs no copy of the rows."""
-    first, count = int(slots[0]), len(slots)
-    is_run = int(slots[-1]) - first == count - 1 and torch.equal(slots, torch.arange(first, first + count))
-    return slice(first, first + count) if is_run else None
-
-
-def group_rows(
-    storage: CacheStorage, group: int, slots: Tensor, spans: Sequence[RowSpan], device: torch.device
-) -> GroupRows:
-    """What a pass over `spans`, whose new rows go to `slots` [T], does in cache group number `group`."""
-    if device.type == "cuda":
-        return _lane_rows(storage.layout.groups[group], slots, spans, storage.block_size, device)
-    return _rectangles(storage.layout.groups[group], slots, spans, storage.layout.dtype, device)
-
-
-def _rectangles(
-    group: CacheGroup, slots: Tensor, spans: Sequence[RowSpan], dtype: torch.dtype, device: torch.device
-) -> GroupRows:
-    """For torch's attention. Requests are taken together whose row counts and lengths round up to the same powers of
-    two. Padding thus at most doubles either side, and a batch of decodes costs one attention call a layer.
-    """
-    window = group.shapes[0].window
-    folds = frozenset(shape.fold for shape in group.shapes)
-    buckets: dict[tuple[int, int], list[tuple[int, RowSpan]]] = {}
-    first_row = 0
-    for span in spans:
-        bucket = (span.num_rows - 1).bit_length(), (span.end - span.first_key(window) - 1).bit_length()
-        buckets.setdefault(bucket, []).append((first_row, span))
-        first_row += span.num_rows
-    attention = tuple(_attention_group(members, window, folds, dtype, device) for members in buckets.values())
-    return GroupRows(slots.to(device), attention)
-
-
-def _lane_rows(
-    group: CacheGroup, slots: Tensor, spans: Sequence[RowSpan], block_size: int, device: torch.device
-) -> GroupRows:
-    """For kernels that read block tables: a lane for each span. All of it is one copy to the device."""
-    tables = [span.slots[::block_size] // block_size for span in spans]
-    width = max(len(table) for table in tables)
-    packed = torch.zeros(len(spans) * (width + 4), dtype=torch.int32)
-    for row, table in zip(packed[: len(spans) * width].view(-1, width), tables):
-        row[: len(table)] = table
-    numbers = [(span.end - span.num_rows, span.num_rows, span.origin) for span in spans]
-    first_rows, num_rows, origins = (list(column) for column in zip(*numbers))
-    flat_rows = [0, *itertools.accumulate(num_rows)][:-1]
-    packed[len(spans) * width :] = torch.tensor([*first_rows, *num_rows, *flat_rows, *origins], dtype=torch.int32)
-    on_device = packed.to(device)
-    numbers_at = len(spans) * width
-    first, counts, flat, begins = on_device[numbers_at:].view(4, -1).unbind()
-    lanes = Lanes(on_device[:numbers_at].view(-1, width), first, counts, flat, begins, max(num_rows))
-    return GroupRows(slots.to(device), lanes, group.shapes[0].window)
-
-
-def _attention_group(
-    members: list[tuple[int, RowSpan]],
-    window: int | None,
-    folds: frozenset[int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> AttentionGroup:
-    num_queries = max(span.num_rows for _, span in members)
-    first_keys = [span.first_key(window) for _, span in members]
-    num_keys = max(span.end - first_key for (_, span), first_key in zip(members, first_keys))
-    slots = torch.empty(len(members), num_keys, dtype=torch.int64)
-    for index, ((_, span), first_key) in enumerate(zip(members, first_keys)):
-        count = span.end - first_key
-        slots[index, :count] = span.slots[first_key : span.end]
-        slots[index, count:] = span.slots[first_key]  # masked; a row of its own, so that no request reads another's
-    # Query j of a request is its last row for all padding j: a padded query then never has an empty mask row.
-    first = torch.tensor([first_row for first_row, _ in members]).unsqueeze(1)
-    count_rows = torch.tensor([span.num_rows for _, span in members]).unsqueeze(1)
-    end = torch.tensor([span.end - first_key for (_, span), first_key in zip(members, first_keys)]).unsqueeze(1)
-    offsets = torch.arange(num_queries).unsqueeze(0)
-    clamped = torch.minimum(offsets, count_rows - 1)
-    is_padded = bool((count_rows < num_queries).any())
-    real = (offsets < count_rows).flatten().nonzero().squeeze(1).to(device) if is_padded else None
-    query_rows = (end - count_rows + clamped).unsqueeze(2)
-    masks = _masks(query_rows, num_keys, window, folds, dtype, device)
-    flat = slots.flatten()
-    where = (_as_slice(flat) if len(members) == 1 else None) or flat.to(device)
-    return AttentionGroup(len(members), (first + clamped).flatten().to(device), real, where, masks)
-
-
-def _masks(
-    query_rows: Tensor,
-    num_keys: int,
-    window: int | None,
-    folds: frozenset[int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> dict[int, Tensor | None]:
-    """By fold: additive mask [B, 1, fold * Q, L] for queries at `query_rows` [B, Q, 1], None if all is visible.
-
-    Rows are counted from the first key of each request.
-    """
-    keys = torch.arange(num_keys)
-    visible = keys <= query_rows
-    if window is not None:
-        visible &= keys > query_rows - window
-    if bool(visible.all()):
-        return dict.fromkeys(folds)
-    mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf")).unsqueeze(1).to(device)
-    return {fold: mask.repeat(1, 1, fold, 1) for fold in folds}
-
-
 def _paged_attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -294,6 +224,7 @@ def _paged_attention_forward(
     scaling: float | None = None,
     sliding_window: int | None = None,
     paged: PagedAttention | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers' attention modules call; query, key, value are [1, heads, T, dim]."""
@@ -303,11 +234,13 @@ def _paged_attention_forward(
         raise ModelLoadError(
             f"{type(module).__name__} builds an attention mask of its own, which Foredraft does not run"
         )
-    unknown = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    unknown = [name for name in ("softcap", "position_bias") if kwargs.get(name) is not None]
     if unknown:
         raise ModelLoadError(f"{type(module).__name__} uses {', '.join(unknown)}, which Foredraft does not run yet")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return paged.attend(int(module.layer_idx), query, key, value, scale, sliding_window), None  # type: ignore[arg-type]
+    terms = PLAIN if s_aux is None else ScoreTerms(sinks=s_aux)
+    layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
+    return paged.attend(layer_idx, query, key, value, scale, sliding_window, terms), None
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

@@ -34,17 +34,25 @@ class DraftHead:
     """A head over N of the target's V tokens: column j of its logits is token token_ids[j].
 
     token_ids: [N] int64, ascending, so that ties fall as with the whole head; None: the first N tokens in order.
-    vocab_size: V, or N without token_ids. known: the tokens as an index into rows of V on the host.
+    vocab_size: V, or N without token_ids. divisor: of the hidden states, before the head. known: the tokens as an index
+    into rows of V on the host.
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, scales: Tensor | None, token_ids: Tensor | None, vocab_size: int
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        scales: Tensor | None,
+        token_ids: Tensor | None,
+        vocab_size: int,
+        divisor: float = 1.0,
     ) -> None:
         self.weight = weight
         self.bias = bias
         self.scales = scales
         self.token_ids = token_ids
         self.vocab_size = vocab_size
+        self.divisor = divisor
         self.known: slice | Tensor = slice(0, len(weight)) if token_ids is None else token_ids.cpu()
         self._packed: Int8Linear | None = None
         if scales is not None and weight.device.type == "cpu" and torch.backends.quantized.engine in _INT8_ENGINES:
@@ -58,6 +66,7 @@ class DraftHead:
         token_ids: Tensor | None = None,
         bits: int = 16,
         scales: Tensor | None = None,
+        divisor: float = 1.0,
     ) -> DraftHead:
         """The head for drafts of a target's head `weight` [V, H], `bias` [V].
 
@@ -72,7 +81,7 @@ class DraftHead:
             bias, scales = (None if values is None else values.detach()[token_ids] for values in (bias, scales))
         if bits == 8 and scales is None:
             weight, scales = int8_rows(weight)
-        return cls(weight, bias, scales, token_ids, vocab_size)
+        return cls(weight, bias, scales, token_ids, vocab_size, divisor)
 
     @property
     def bits(self) -> int:
@@ -92,6 +101,7 @@ class DraftHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] -> [R, N]: float32 if the head is int8, else in the type of `hidden`."""
+        hidden = self._scaled(hidden)
         if self.scales is None:
             return F.linear(hidden, self.weight, self.bias)
         if self._packed is not None:
@@ -108,13 +118,17 @@ class DraftHead:
 
         On a GPU without writing the logits.
         """
+        if self.scales is not None and not hidden.is_cuda:
+            return self.full_ids(self.logits(hidden).argmax(dim=-1))
+        hidden = self._scaled(hidden)
         if self.scales is None:
             return self.full_ids(kernels_of(hidden.device).argmax_head(hidden, self.weight, self.bias))
-        if not hidden.is_cuda:
-            return self.full_ids(self.logits(hidden).argmax(dim=-1))
         from foredraft.kernels.triton.int8_head import int8_argmax
 
         return self.full_ids(int8_argmax(hidden, self.weight, self.scales, self.bias))
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        return hidden if self.divisor == 1.0 else hidden / self.divisor
 
     def full_ids(self, columns: Tensor) -> Tensor:
         """The tokens of columns; both int64, of one shape."""

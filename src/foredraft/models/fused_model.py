@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers.modeling_layers import MtpModel
 
 from foredraft.kernels.ops import Kernels, kernels_of
-from foredraft.models.attention import PagedAttention, Rotation
+from foredraft.models.attention import PLAIN, PagedAttention, Rotation, ScoreTerms
 from foredraft.models.fused_layer import FusedLayer, FusedNorm, apply_linear, is_plain_norm
 from foredraft.models.packed import pack
 from foredraft.models.rotary import MAX_TABLE_POSITIONS, RotaryTable
@@ -173,8 +173,17 @@ class OwnRows(PagedAttention):
         return cls(kv=(), rows=(), kernels=kernels)
 
     def attend(
-        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+        self,
+        layer_idx: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        terms: ScoreTerms = PLAIN,
     ) -> Tensor:
+        if terms is not PLAIN:
+            raise ValueError("attention with other terms is not fused")
         fold = query.shape[1] // key.shape[1]
         key, value = (rows.repeat_interleave(fold, dim=1) for rows in (key, value))
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).transpose(1, 2)

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import logging as transformers_logging
 from transformers.modeling_layers import MtpModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from foredraft.config import LoadFormat
@@ -33,6 +33,7 @@ from foredraft.models.checkpoint_files import (
     stored_dtype,
     weight_files,
 )
+from foredraft.models.families.registry import family_of
 from foredraft.models.mtp_weights import (
     MtpLayout,
     MtpSource,
@@ -42,8 +43,6 @@ from foredraft.models.mtp_weights import (
     find_mtp_inside,
     set_mtp_fields,
 )
-
-RUNNABLE_LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -151,7 +150,7 @@ def _examine(model: str | Path, mtp: str | Path | None) -> tuple[CheckpointInfo,
     architecture = _check_runnable(path, config)
     text_config: Any = config.get_text_config(decoder=True)
     headers = read_headers(weight_files(path))
-    inside = find_mtp_inside(path, headers, text_config.num_hidden_layers, text_config.hidden_size)
+    inside = find_mtp_inside(path, headers, text_config.num_hidden_layers, text_config.hidden_size, family_of(config))
     beside = mtp_file(path, mtp)
     source = inside if beside is None else find_mtp_beside(beside, text_config.hidden_size)
     if source is not None and not source.modules:  # nothing but copies of the embedding or head
@@ -239,21 +238,22 @@ def _check_runnable(path: Path, config: PreTrainedConfig) -> str:
     file = path / "config.json"
     if config.is_encoder_decoder or type(config) in MODEL_FOR_MASKED_LM_MAPPING:
         raise ModelLoadError(f"{file}: {config.model_type} has an encoder; only decoders run")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    family = family_of(config)
+    model_class = family.model_class(config)
+    if model_class is None:
         raise ModelLoadError(f"{file}: {config.model_type} is not a decoder that transformers knows")
     if getattr(config, "quantization_config", None) is not None:
         raise ModelLoadError(f"{file}: quantized checkpoints (`quantization_config`) do not run yet")
     kinds = [*(getattr(text_config, "layer_types", None) or []), *(getattr(text_config, "mtp_layer_types", None) or [])]
-    if refused := sorted(set(kinds) - RUNNABLE_LAYER_KINDS):
+    if refused := sorted(set(kinds) - family.layer_kinds):
         raise ModelLoadError(f"{file}: layers of kind {', '.join(refused)} do not run yet")
     if refused := sorted(kind for kind in _rope_types(text_config) if "dynamic" in kind or kind == "longrope"):
         raise ModelLoadError(
             f"{file}: rope_type {', '.join(refused)} turns with the length of the longest sequence in a batch, "
             f"so cached keys would not be those of one prefill; it does not run"
         )
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if not model_class._supports_attention_backend or text_config.is_heterogeneous:
-        raise ModelLoadError(f"{file}: {model_class.__name__} does not have ordinary attention in all layers alike")
+    if reason := family.refusal(config):
+        raise ModelLoadError(f"{file}: {reason}")
     return str(model_class.__name__)
 
 
@@ -278,14 +278,18 @@ def _load_target(
     target: PreTrainedModel
     report: dict[str, Any]
     try:
-        target, report = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
-            info.path,
-            config=config,
-            dtype=dtype,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **placement,
+        target, report = (
+            family_of(config)
+            .auto_class(config)
+            .from_pretrained(
+                info.path,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **placement,
+            )
         )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ModelLoadError(f"{info.path}: transformers cannot load it: {error}") from error

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
-from foredraft.cache.groups import KVShape
+from foredraft.cache.groups import StoredRows
 from foredraft.models.attention import PagedAttention
+from foredraft.models.families.registry import family_of
 from foredraft.models.fused_model import FusedDecoder, FusedModules, OwnRows, is_close
+from foredraft.models.probe import RowProbe
 from foredraft.models.quantization import attention_dtype
-from foredraft.models.target import AttentionProbe
 
 ModuleForward = Callable[[int, Tensor, Tensor, Tensor, PagedAttention], Tensor]
 """`MtpModules.forward`, or what runs the same in another way."""
@@ -24,11 +25,14 @@ class MtpModules:
     """Runs one module at a time over the rows of many requests. Embedding, head and rotary are the target's."""
 
     def __init__(self, mtp: MtpModel) -> None:
+        family = family_of(mtp.config)
+        family.adapt(mtp)
+        self.is_chained = family.is_chained
         self._mtp = mtp
         self._fused: FusedModules | None = None
         self._attention_dtype = attention_dtype(mtp)
         self.num_modules = len(mtp.layers)
-        self.kv_shapes = self._probe()
+        self.stored = self._probe()
 
     def fuse(self, target: FusedDecoder, *, is_packed: bool = False) -> None:
         """Run in fused form from now on, if the modules are of a kind that has one and it computes the same. is_packed:
@@ -58,8 +62,7 @@ class MtpModules:
         token_ids [T] the tokens one further per depth than the rows; positions [T] theirs; hidden [T, hidden_size]
         the previous depth's output at the rows (h0 for the first). Returns [T, hidden_size], what the head reads.
         """
-        if self._attention_dtype is not None:
-            paged = replace(paged, dtype=self._attention_dtype)
+        paged = replace(paged, dtype=self._attention_dtype, positions=positions)
         if self._fused is not None:
             return self._fused.forward(module, token_ids, positions, hidden, paged)
         embeddings = self._mtp.embed_tokens(token_ids.unsqueeze(0))
@@ -86,12 +89,12 @@ class MtpModules:
             return self._mtp.rotary_emb(embeddings, position_ids=position_ids, layer_type=layer_type)
         return self._mtp.rotary_emb(embeddings, position_ids=position_ids)
 
-    def _probe(self) -> tuple[KVShape, ...]:
-        probe = AttentionProbe.new()
+    def _probe(self) -> StoredRows:
         weight = self._mtp.embed_tokens.get_parameter("weight")
         row = torch.zeros(1, dtype=torch.int64, device=weight.device)
+        probe = RowProbe.new(row)
         hidden = torch.zeros(1, self._mtp.config.hidden_size, dtype=weight.dtype, device=weight.device)
         with torch.inference_mode():
             for module in range(self.num_modules):
                 self.forward(module, row, row, hidden, probe)
-        return probe.shapes(self.num_modules, type(self._mtp.layers[0].mtp_block).__name__)
+        return probe.stored(self.num_modules, type(self._mtp.layers[0].mtp_block).__name__)

@@ -26,20 +26,17 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from foredraft.errors import ModelLoadError
 from foredraft.models.checkpoint_files import TensorHeader, read_headers
+from foredraft.models.families.family import Family
 
 SCALE_SUFFIX = "_scale"
 
 MtpLayout = Literal["beside", "inside"]
 
 _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
-_BESIDE = re.compile(r"layers\.(?P<index>\d+)\..+")
-_NUMBERED = re.compile(
-    r"(?:model\.|model\.language_model\.|language_model\.model\.)?layers\.(?P<index>\d+)\.(?P<rest>.+)"
-)
-_NAMED = re.compile(r"(?:model\.)?mtp\.(?:layers\.(?P<index>\d+)\.)?(?P<rest>.+)")
+_BESIDE = re.compile(r"layers\.(?P<index>\d+)\..+|shared_post_norm\.weight")
 # The modules use the target's embedding and head; published checkpoints repeat both in every module.
 _SHARED = re.compile(r"(?:.*\.)?(?:embed_tokens|lm_head|shared_head|shared_head\.head)\.(?:weight|bias)")
-_PROJECTION = re.compile(r"(?:layers\.\d+\.eh_proj|fc)\.weight")
+_PROJECTION = re.compile(r"(?:layers\.\d+\.(?:eh_proj|input_proj)|fc)\.weight")
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ class MtpSource:
 def find_mtp_beside(file: Path, hidden_size: int) -> MtpSource:
     """The modules in an `mtp.safetensors` file. ModelLoadError if it is damaged or made for another hidden size."""
     headers = read_headers([file])
-    names = {name: (int(match["index"]), name) for name in headers if (match := _BESIDE.fullmatch(name))}
+    names = {name: (int(match["index"] or 0), name) for name in headers if (match := _BESIDE.fullmatch(name))}
     if surplus := [name for name in headers if name not in names and not _SHARED.fullmatch(name)]:
         raise ModelLoadError(f"{file}: surplus tensors, of no MTP module: {listed(surplus)}")
     source = _collect("beside", file, headers, names, hidden_size)
@@ -75,17 +72,11 @@ def find_mtp_beside(file: Path, hidden_size: int) -> MtpSource:
 
 
 def find_mtp_inside(
-    directory: Path, headers: Mapping[str, TensorHeader], num_hidden_layers: int, hidden_size: int
+    directory: Path, headers: Mapping[str, TensorHeader], num_hidden_layers: int, hidden_size: int, family: Family
 ) -> MtpSource | None:
     """The modules among a checkpoint's own tensors; None if it has none. ModelLoadError as `find_mtp_beside`."""
-    names: dict[str, tuple[int, str]] = {}
-    for name in headers:
-        if match := _NAMED.fullmatch(name):
-            index = match["index"]
-            names[name] = (0, match["rest"]) if index is None else (int(index), f"layers.{index}.{match['rest']}")
-        elif (match := _NUMBERED.fullmatch(name)) and int(match["index"]) >= num_hidden_layers:
-            index = int(match["index"]) - num_hidden_layers
-            names[name] = index, f"layers.{index}.{match['rest']}"
+    found = ((name, family.mtp_name(name, num_hidden_layers)) for name in headers)
+    names = {name: place for name, place in found if place is not None}
     return _collect("inside", directory, headers, names, hidden_size) if names else None
 
 
@@ -150,9 +141,12 @@ def set_mtp_fields(config: PreTrainedConfig, num_modules: int) -> None:
     for field in ("layer_types", "mlp_layer_types"):
         target_kinds = getattr(text_config, field, None)
         if target_kinds is not None:
-            kinds = list(getattr(text_config, f"mtp_{field}", None) or [])[:num_modules]
+            named = list(getattr(text_config, f"mtp_{field}", None) or [])
+            kinds = named[:num_modules]
             filler = kinds[-1] if kinds else target_kinds[-1]
-            setattr(text_config, f"mtp_{field}", kinds + [filler] * (num_modules - len(kinds)))
+            kinds += [filler] * (num_modules - len(kinds))
+            if kinds != named:  # some configurations work them out, and cannot be told
+                setattr(text_config, f"mtp_{field}", kinds)
 
 
 def build_mtp_model(

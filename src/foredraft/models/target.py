@@ -1,20 +1,22 @@
-"""The target model: any decoder of transformers with ordinary attention, run over paged rows."""
+"""The target model: a decoder of transformers, run over paged rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from foredraft.cache.groups import KVShape
+from foredraft.cache.groups import StoredRows
 from foredraft.errors import ModelLoadError
 from foredraft.kernels.ops import Kernels
 from foredraft.models.attention import ATTENTION_NAME, PagedAttention
+from foredraft.models.families.registry import family_of
 from foredraft.models.fused_model import FusedDecoder
 from foredraft.models.packed import pack
+from foredraft.models.probe import RowProbe
 from foredraft.models.quantization import attention_dtype
 
 TargetForward = Callable[[Tensor, Tensor, PagedAttention], Tensor]
@@ -25,16 +27,18 @@ class TargetModel:
     """Runs a transformers decoder over the flattened rows of many requests, and its head over chosen rows."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self.family = family_of(model.config)
         model.set_attn_implementation(ATTENTION_NAME)
+        self.family.adapt(model)
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
         self.device = model.device
         self.dtype = model.dtype
         self._decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
-        self._head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self._head = self.family.head(model)
         self.fused: FusedDecoder | None = None
         self._attention_dtype = attention_dtype(model)
-        self.kv_shapes = self._check_and_probe()
+        self.stored = self._check_and_probe()
 
     def fuse(self, max_positions: int, kernels: Kernels | None = None, *, is_packed: bool = False) -> None:
         """Run the decoder in fused form from now on, if it is of a kind that has one. No position may be larger.
@@ -59,10 +63,14 @@ class TargetModel:
         head = self._head
         return head.get_parameter("weight"), getattr(head, "bias", None), getattr(head, "scale", None)
 
+    @property
+    def head_divisor(self) -> float:
+        """What h0 is divided by before the head."""
+        return float(getattr(self._head, "divisor", 1.0))
+
     def forward(self, token_ids: Tensor, positions: Tensor, paged: PagedAttention) -> Tensor:
         """token_ids, positions [T] -> the state after the final norm (h0), [T, hidden_size]."""
-        if self._attention_dtype is not None:
-            paged = replace(paged, dtype=self._attention_dtype)
+        paged = replace(paged, dtype=self._attention_dtype, positions=positions)
         if self.fused is not None:
             return self.fused.forward(token_ids, positions, paged)
         output = self._decoder(
@@ -82,14 +90,14 @@ class TargetModel:
             return self.fused.kernels.argmax_head(hidden, self._head.weight, self._head.bias)
         return self.logits(hidden).argmax(dim=-1)
 
-    def _check_and_probe(self) -> tuple[KVShape, ...]:
+    def _check_and_probe(self) -> StoredRows:
         """Run two rows to learn what each layer stores, and that nothing lies between h0, the head and the logits.
 
         Raises ModelLoadError for a decoder that Foredraft would run wrongly.
         """
         name = type(self.model).__name__
         token_ids = torch.tensor([0, 1], device=self.device)
-        probe = AttentionProbe.new()
+        probe = RowProbe.new(token_ids)
         with torch.inference_mode():
             hidden = self.forward(token_ids, token_ids, probe)
             logits = self.model(
@@ -98,30 +106,4 @@ class TargetModel:
             own = self.logits(hidden)
             if logits.shape != own.shape or not torch.allclose(logits, own, atol=1e-3, rtol=1e-2):
                 raise ModelLoadError(f"{name} changes its logits after the head (a scale or a cap); not supported yet")
-        return probe.shapes(self.config.num_hidden_layers, name)
-
-
-@dataclass(frozen=True)
-class AttentionProbe(PagedAttention):
-    """Stands in for a cache of no rows and records what the layers want to store."""
-
-    seen: dict[int, KVShape] = field(default_factory=dict)
-
-    @classmethod
-    def new(cls) -> AttentionProbe:
-        return cls(kv=(), rows=())
-
-    def attend(
-        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
-    ) -> Tensor:
-        self.seen[layer_idx] = KVShape(
-            key.shape[1], key.shape[3], value.shape[3], window, query.shape[1] // key.shape[1]
-        )
-        return value.new_ones(1, query.shape[2], query.shape[1], value.shape[3])
-
-    def shapes(self, num_layers: int, name: str) -> tuple[KVShape, ...]:
-        """The shapes of layers 0..num_layers-1. Raises ModelLoadError if one of them did not attend."""
-        missing = [layer for layer in range(num_layers) if layer not in self.seen]
-        if missing:
-            raise ModelLoadError(f"layers {missing} of {name} keep their state without ordinary attention")
-        return tuple(self.seen[layer] for layer in range(num_layers))
+        return probe.stored(self.config.num_hidden_layers, name)

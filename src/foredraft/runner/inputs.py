@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.storage import CacheStorage
-from foredraft.models.attention import GroupRows, PagedAttention, RowSpan, group_rows
+from foredraft.models.attention import PagedAttention
+from foredraft.models.row_layout import GroupRows, RowSpan, group_rows
 from foredraft.plan import RequestPlan
 
 
@@ -28,7 +29,11 @@ def target_inputs(plans: Sequence[RequestPlan], storage: CacheStorage, device: t
     layout = storage.layout
     token_ids = [token_id for plan in plans for token_id in plan.token_ids]
     positions = [torch.arange(plan.first_row, plan.first_row + len(plan.token_ids)) for plan in plans]
-    rows = {group: _group_rows(plans, storage, group, device) for group in set(layout.group_of_layer)}
+    rows = {
+        group: _group_rows(plans, storage, group, device)
+        for group in layout.target_groups
+        if layout.groups[group].holds_layers
+    }
     if layout.hidden_group in rows:  # h0 lies beside layers of the target
         hidden_slots = rows[layout.hidden_group].slots
     else:
@@ -36,7 +41,7 @@ def target_inputs(plans: Sequence[RequestPlan], storage: CacheStorage, device: t
     return TargetInputs(
         token_ids=torch.tensor(token_ids).to(device),
         positions=torch.cat(positions).to(device),
-        paged=PagedAttention(storage.target, [rows[group] for group in layout.group_of_layer], storage.block_size),
+        paged=PagedAttention.of_target(storage, rows),
         hidden_slots=hidden_slots,
     )
 

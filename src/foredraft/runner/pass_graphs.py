@@ -16,8 +16,9 @@ from torch import Tensor
 
 from foredraft.cache.storage import CacheStorage
 from foredraft.kernels.lanes import Lanes
-from foredraft.models.attention import GroupRows, PagedAttention
+from foredraft.models.attention import PagedAttention
 from foredraft.models.mtp import ModuleForward
+from foredraft.models.row_layout import GroupRows
 from foredraft.models.target import TargetForward
 from foredraft.runner.resident.graphs import GraphCache
 from foredraft.runner.resident.shape import padded

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.storage import CacheStorage
-from foredraft.models.attention import GroupRows, PagedAttention, RowSpan, group_rows
+from foredraft.models.attention import PagedAttention
 from foredraft.models.draft_head import DraftHead
 from foredraft.models.mtp import ModuleForward, MtpModules
+from foredraft.models.row_layout import GroupRows, RowSpan, group_rows
 from foredraft.models.target import TargetModel
 from foredraft.sampling.philox import Stream, cycle_keys, uniform
 from foredraft.sampling.processors import RuledRows, apply_rules
@@ -67,9 +68,14 @@ class PassRows:
     first_row: tuple[int, ...]
     num_rows: tuple[int, ...]
 
+    def covers(self, other: PassRows) -> bool:
+        """Whether both passes run over the same rows."""
+        return (self.first_row, self.num_rows) == (other.first_row, other.num_rows)
+
 
 class Drafter:
     """Runs the passes. Pass k is module k over the window, hidden from pass k-1, tokens shifted left by one more.
+    (Where modules are not chained, hidden is the target's in every pass.)
 
     A checkpoint with a single module may draft several tokens: pass j >= 2 is then one row, one further each time,
     with the previous pass's output and draft (DeepSeek-V3 technical report, 2024, section 2.2, at inference).
@@ -89,7 +95,7 @@ class Drafter:
         """Run all passes of `windows`; `sampling` has a row a window, temperature 0 for greedy drafts. rules: those of
         each window, if it has any; drafts are made under them, as the target's tokens are."""
         chain = _Chain(windows, self._target.device)
-        hidden = self._storage.hidden.index_select(0, chain.hidden_slots)
+        of_target = hidden = self._storage.hidden.index_select(0, chain.hidden_slots)
         forward = self.graphed or self.modules.forward
         previous: PassRows | None = None
         attention: dict[int, GroupRows] = {}
@@ -97,9 +103,13 @@ class Drafter:
             rows = _pass_rows(windows, index, self.modules.num_modules)
             if not any(rows.num_rows):
                 break
-            if previous is None or (rows.first_row, rows.num_rows) != (previous.first_row, previous.num_rows):
-                hidden = chain.carry(hidden, previous, rows)
+            is_alike = previous is not None and rows.covers(previous)
+            if not is_alike:
                 attention = {}
+            if not (self.modules.is_chained or rows.is_extra):
+                hidden = chain.carry(of_target, None, rows)
+            elif not is_alike:
+                hidden = chain.carry(hidden, previous, rows)
             paged = self._paged(chain, rows, attention)
             token_ids, positions = chain.inputs(rows)
             hidden = forward(rows.module, token_ids, positions, hidden, paged)
@@ -157,16 +167,14 @@ class Drafter:
 
     def _paged(self, chain: _Chain, rows: PassRows, attention: dict[int, GroupRows]) -> PagedAttention:
         """What a pass needs in the cache. attention: what earlier passes over the same rows have laid out, by group."""
-        layout = self._storage.layout
-        group = layout.group_of_module[rows.module]
-        slots = chain.write_slots(rows, group)
-        if group in attention:
-            attention[group] = replace(attention[group], slots=slots)
-        else:
-            spans = chain.spans(rows, group)
-            attention[group] = group_rows(self._storage, group, slots, spans, self._target.device)
-        kv = self._storage.modules
-        return PagedAttention(kv, [attention[group]] * len(kv), self._storage.block_size)
+        for group in self._storage.layout.groups_of_module[rows.module]:
+            slots = chain.write_slots(rows, group)
+            if group in attention:
+                attention[group] = replace(attention[group], slots=slots)
+            else:
+                spans = chain.spans(rows, group)
+                attention[group] = group_rows(self._storage, group, slots, spans, self._target.device)
+        return PagedAttention.of_module(self._storage, rows.module, attention)
 
 
 def _pass_rows(windows: Sequence[Window], index: int, num_modules: int) -> PassRows:

@@ -37,9 +37,11 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> Tensor:
-    """See `foredraft.kernels.ops.Kernels`. Waits for the lengths on a GPU. Computed in the query's dtype, with a
-    bias in float32. No query row lies before its lane's origin. Rows outside all lanes are not written.
+    """See `foredraft.kernels.ops.Kernels`. Waits for the lengths on a GPU. Computed in the query's dtype, with other
+    terms in float32. No query row lies before its lane's origin. Rows outside all lanes are not written.
 
     Lanes are taken together whose row counts and lengths round up to the same powers of two: padding at most doubles
     either side, and a batch of decodes costs one call of torch's attention.
@@ -52,7 +54,7 @@ def paged_attention(
         groups.setdefault(sizes, []).append(span)
     for spans in groups.values():
         rectangle = _Rectangle.of(spans, lanes.block_tables, block_size)
-        attended = rectangle.attend(query, key_cache, value_cache, num_kv_heads, scale, window, bias)
+        attended = rectangle.attend(query, key_cache, value_cache, num_kv_heads, scale, window, bias, sinks, chosen)
         output.index_copy_(0, rectangle.flat_rows.flatten(), attended)
     return output
 
@@ -111,6 +113,8 @@ class _Rectangle:
         scale: float,
         window: int | None,
         bias: Tensor | None,
+        sinks: Tensor | None,
+        chosen: Tensor | None,
     ) -> Tensor:
         """[B * Q, heads, value_dim]. The heads that share a key head are folded into its query rows."""
         (batch, num_queries), num_keys = self.rows.shape, self.slots.shape[1]
@@ -121,11 +125,15 @@ class _Rectangle:
         keys = keys.view(batch, num_keys, num_kv_heads, -1).transpose(1, 2)
         values = values.view(batch, num_keys, num_kv_heads, -1).transpose(1, 2)
         fold = query.shape[1] // num_kv_heads
-        if bias is None:
+        if bias is None and sinks is None and chosen is None:
             mask = self._mask(fold, query.dtype, window)
         else:
             queries, keys, values = queries.float(), keys.float(), values.float()
-            mask = self._biased_mask(fold, bias, window)
+            mask = self._scores(query.shape[1], fold, bias, chosen, window)
+            if sinks is not None:  # a key of zeros, whose score is the sink alone, and whose value is nothing
+                keys, values = (F.pad(rows, (0, 0, 0, 1)) for rows in (keys, values))
+                column = sinks.float().view(1, num_kv_heads, 1, fold).expand(batch, -1, num_queries, -1)
+                mask = torch.cat((mask, column.flatten(2).unsqueeze(3)), dim=3)
         attended = F.scaled_dot_product_attention(queries, keys, values, mask, scale=scale)
         attended = attended.reshape(batch, num_kv_heads, num_queries, fold, -1).transpose(1, 2)
         return attended.reshape(batch * num_queries, num_kv_heads * fold, -1).to(query.dtype)
@@ -142,14 +150,21 @@ class _Rectangle:
         mask.masked_fill_(_hidden(self._distance(), window).unsqueeze(2), float("-inf"))
         return mask.expand(-1, -1, fold, -1).flatten(1, 2).unsqueeze(1)
 
-    def _biased_mask(self, fold: int, bias: Tensor, window: int | None) -> Tensor:
-        """Additive float32 [B, kv_heads, Q * fold, N], which has the bias in it."""
+    def _scores(self, heads: int, fold: int, bias: Tensor | None, chosen: Tensor | None, window: int | None) -> Tensor:
+        """What is added to scores, float32 [B, kv_heads, Q * fold, N]: the bias, and -inf at hidden keys."""
         distance = self._distance().unsqueeze(2)
-        heads, extent = bias.shape[1:]
-        rows = bias.index_select(0, self.flat_rows.flatten()).view(*self.flat_rows.shape, heads, extent).float()
-        near = distance.clamp(0, extent - 1).expand(-1, -1, heads, -1)
-        added = rows.gather(3, near).masked_fill_(distance >= extent, 0.0)
+        if bias is None:
+            added = torch.zeros(*self.rows.shape, heads, self.slots.shape[1], device=self.rows.device)
+        else:
+            extent = bias.shape[2]
+            rows = bias.index_select(0, self.flat_rows.flatten()).view(*self.flat_rows.shape, heads, extent).float()
+            near = distance.clamp(0, extent - 1).expand(-1, -1, heads, -1)
+            added = rows.gather(3, near).masked_fill_(distance >= extent, 0.0)
         added.masked_fill_(_hidden(distance, window), float("-inf"))
+        if chosen is not None:
+            rows = chosen.index_select(0, self.flat_rows.flatten()).view(*self.flat_rows.shape, -1)
+            keys = self.key_rows.clamp(max=rows.shape[2] - 1).unsqueeze(1).expand(-1, rows.shape[1], -1)
+            added.masked_fill_(~rows.gather(2, keys).unsqueeze(2), float("-inf"))
         return added.view(*self.rows.shape[:2], -1, fold, added.shape[3]).transpose(1, 2).flatten(2, 3)
 
 

@@ -19,6 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from foredraft.kernels.lanes import Lanes
+from foredraft.kernels.torch.attention import paged_attention as torch_attention
+
+MAX_HEAD_DIM = 256
 
 _LOG2_E = math.log2(math.e)
 _MAX_SPLITS = 64
@@ -45,11 +48,16 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """See `foredraft.kernels.ops.Kernels`; never waits for the device. Sums are float32, caches in the query's dtype.
 
-    No query row lies before its lane's origin. Rows outside all lanes are not written.
+    No query row lies before its lane's origin. Rows outside all lanes are not written. With sinks, with chosen keys or
+    with heads that are too large for the kernel it is torch's, which does wait.
     """
+    if sinks is not None or chosen is not None or query.shape[2] > MAX_HEAD_DIM:
+        return torch_attention(query, key_cache, value_cache, lanes, block_size, scale, window, bias, sinks, chosen)
     num_kv_heads = key_cache.shape[1] // query.shape[2]
     tiling = choose_tiling(query, num_kv_heads, value_cache.shape[1] // num_kv_heads, lanes, block_size)
     return attend_in_tiles(query, key_cache, value_cache, lanes, block_size, scale, window, bias, tiling)

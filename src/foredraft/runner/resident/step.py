@@ -16,9 +16,10 @@ from foredraft.kernels.decode_ops import DecodeKernels
 from foredraft.kernels.decode_state import NUM_TOKENS, SEED, TOP_K, DecodeState, DraftWindow, PassRows, TargetRows
 from foredraft.kernels.lanes import Lanes
 from foredraft.kernels.ops import Kernels
-from foredraft.models.attention import GroupRows, PagedAttention
+from foredraft.models.attention import PagedAttention
 from foredraft.models.draft_head import DraftHead
 from foredraft.models.mtp import MtpModules
+from foredraft.models.row_layout import GroupRows
 from foredraft.models.target import TargetModel
 from foredraft.runner.resident.mailbox import Mailbox
 from foredraft.runner.resident.shape import DraftShape, SamplingKind, TargetShape
@@ -67,9 +68,8 @@ class LaneStep:
         self, group: int, slots: Tensor, rows: TargetRows | PassRows, origins: Tensor, most: int
     ) -> GroupRows:
         """What a pass does in one cache group; most: rows of a lane."""
-        shapes = self.model.storage.layout.groups[group].shapes  # none in the group of h0 alone
         lanes = Lanes(self.tables[group], rows.first_rows, rows.num_rows, rows.flat_rows, origins, most)
-        return GroupRows(slots, lanes, shapes[0].window if shapes else None)
+        return GroupRows(slots, lanes, self.model.storage.layout.groups[group].window)
 
     def sampling(self, kind: SamplingKind, repeats: int) -> SamplingTensors:
         """The sampling settings of each lane, each repeated for so many rows."""
@@ -116,14 +116,10 @@ def _target_forward(step: LaneStep, rows: TargetRows, num_rows: int) -> Tensor:
     origins = torch.zeros_like(rows.first_rows)
     by_group = {
         group: step.group_rows(group, rows.slots[group], rows, origins, num_rows)
-        for group in dict.fromkeys(layout.group_of_layer)
+        for group in layout.target_groups
+        if layout.groups[group].holds_layers
     }
-    paged = PagedAttention(
-        storage.target,
-        [by_group[group] for group in layout.group_of_layer],
-        storage.block_size,
-        step.model.kernels,
-    )
+    paged = PagedAttention.of_target(storage, by_group, step.model.kernels)
     hidden = step.model.target.forward(rows.token_ids, rows.positions, paged)
     storage.hidden.index_copy_(0, rows.slots[layout.hidden_group], hidden)
     return hidden
@@ -184,11 +180,13 @@ def run_drafts(model: ResidentModel, slots: SlotState, mailbox: Mailbox, shape: 
     step, decode, layout = LaneStep(model, slots, mailbox, shape.num_lanes), model.decode, model.storage.layout
     depths, drafts = mailbox.depths(shape.num_lanes), mailbox.drafts(shape.num_lanes, shape.depth)
     window = decode.draft_window(step.state, step.lanes, depths, shape.num_rows, shape.depth, layout.hidden_group)
-    hidden = model.storage.hidden.index_select(0, window.hidden_slots)
+    of_target = hidden = model.storage.hidden.index_select(0, window.hidden_slots)
     for index in range(shape.depth):
         module = index if index < model.modules.num_modules else 0
         if index >= model.modules.num_modules:  # a further draft of a single module reads its last output
             hidden = _last_rows(hidden, shape.num_lanes)
+        elif not model.modules.is_chained:
+            hidden = of_target
         hidden = _run_pass(step, window, index, module, hidden)
         chosen = _choose(step, index, _last_rows(hidden, shape.num_lanes), shape.kind)
         decode.record_draft(step.state, step.lanes, window, index, chosen, drafts)
@@ -202,12 +200,12 @@ def _last_rows(hidden: Tensor, num_lanes: int) -> Tensor:
 def _run_pass(step: LaneStep, window: DraftWindow, index: int, module: int, hidden: Tensor) -> Tensor:
     storage, modules = step.model.storage, step.model.modules
     assert modules is not None
-    group = storage.layout.group_of_module[module]
-    rows = step.model.decode.pass_rows(step.state, step.lanes, window, index, group)
-    most = len(rows.token_ids) // step.num_lanes
-    lane_rows = step.group_rows(group, rows.slots, rows, rows.origins, most)
-    kv = storage.modules
-    paged = PagedAttention(kv, [lane_rows] * len(kv), storage.block_size, step.model.kernels)
+    by_group: dict[int, GroupRows] = {}
+    for group in storage.layout.groups_of_module[module]:
+        rows = step.model.decode.pass_rows(step.state, step.lanes, window, index, group)
+        most = len(rows.token_ids) // step.num_lanes
+        by_group[group] = step.group_rows(group, rows.slots, rows, rows.origins, most)
+    paged = PagedAttention.of_module(storage, module, by_group, step.model.kernels)
     return modules.forward(module, rows.token_ids, rows.positions, hidden, paged)
 
 

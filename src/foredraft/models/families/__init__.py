@@ -1,0 +1,1 @@
+"""What single architectures need beyond ordinary attention: a file for each family."""

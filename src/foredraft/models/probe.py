@@ -1,0 +1,60 @@
+"""What a layer stores, learnt by running it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from foredraft.cache.groups import InputShape, KVShape, StoredRows
+from foredraft.cache.storage import InputName
+from foredraft.errors import ModelLoadError
+from foredraft.models.attention import PLAIN, PagedAttention, ScoreTerms
+
+
+@dataclass(frozen=True)
+class RowProbe(PagedAttention):
+    """Stands in for a cache of no rows and records what the layers want to store."""
+
+    seen: dict[int, KVShape] = field(default_factory=dict)
+    kept: dict[InputName, InputShape] = field(default_factory=dict)
+
+    @classmethod
+    def new(cls, positions: Tensor) -> RowProbe:
+        return cls(kv=(), rows=(), positions=positions)
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        terms: ScoreTerms = PLAIN,
+    ) -> Tensor:
+        fold = query.shape[1] // key.shape[1]
+        self.seen[layer_idx] = KVShape(key.shape[1], key.shape[3], value.shape[3], window, fold)
+        return value.new_ones(1, query.shape[2], query.shape[1], value.shape[3])
+
+    def attend_latent(
+        self, layer_idx: int, query: Tensor, latent: Tensor, value_dim: int, scale: float, terms: ScoreTerms = PLAIN
+    ) -> Tensor:
+        self.seen[layer_idx] = KVShape(1, latent.shape[1], value_dim, None, query.shape[1], is_latent=True)
+        return latent.new_ones(*query.shape[:2], value_dim)
+
+    def store_input(self, layer_idx: int, name: str, rows: Tensor, window: int | None) -> Tensor:
+        self.kept[layer_idx, name] = InputShape(layer_idx, name, rows.shape[1], window)
+        return rows
+
+    def with_earlier(self, layer_idx: int, name: str, rows: Tensor, window: int) -> Tensor:
+        stored = self.store_input(layer_idx, name, rows, window)
+        return torch.stack([*(torch.zeros_like(stored),) * (window - 1), stored], dim=1)
+
+    def stored(self, num_layers: int, name: str) -> StoredRows:
+        """What layers 0..num_layers-1 store. Raises ModelLoadError if one of them did not attend."""
+        missing = [layer for layer in range(num_layers) if layer not in self.seen]
+        if missing:
+            raise ModelLoadError(f"layers {missing} of {name} keep their state without ordinary attention")
+        return StoredRows(tuple(self.seen[layer] for layer in range(num_layers)), tuple(self.kept.values()))
