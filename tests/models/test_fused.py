@@ -25,9 +25,9 @@ from foredraft.cache.groups import CacheLayout, StoredRows
 from foredraft.cache.storage import CacheStorage
 from foredraft.models import fused_model
 from foredraft.models.attention import PagedAttention
-from foredraft.models.row_layout import RowSpan, group_rows
 from foredraft.models.loader import LoadedModel, load_checkpoint
 from foredraft.models.mtp import MtpModules
+from foredraft.models.row_layout import RowSpan, group_rows
 from foredraft.models.target import TargetModel
 
 CPU = torch.device("cpu")
