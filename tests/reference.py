@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -150,6 +151,7 @@ def recording_engine(
     budget: int = 1024,
     max_model_len: int = 80,
     num_blocks: int = 128,
+    **settings: Any,
 ) -> tuple[Engine, RecordingDrafter]:
     """An engine over `loaded` with room for all, and its drafter."""
     made: list[RecordingDrafter] = []
@@ -165,6 +167,7 @@ def recording_engine(
         block_size=4,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
+        **settings,
     )
     return build_engine(loaded, config, make), made[0]
 

@@ -80,6 +80,7 @@ class EngineConfig:
         "on-demand", "when decode steps are captured as CUDA graphs: on-demand, at-start, or never (off)"
     )
     block_size: int = _setting(16, "rows in a cache block")
+    state_interval: int = _setting(512, "rows between the states that are kept of recurrent layers; whole blocks")
     num_blocks: int | None = _setting(None, "cache blocks of a group; a sliding window gets only what it can use")
     kv_cache_memory_bytes: int | None = _setting(None, "bytes for the paged cache; 2 GiB on a CPU if left out")
     gpu_memory_utilization: float | None = _setting(None, "share of a GPU's memory to use in all; 0.9 if left out")
@@ -119,6 +120,7 @@ class EngineConfig:
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
         self._check_draft_head()
         _at_least("block_size", self.block_size, 1)
+        _at_least("state_interval", self.state_interval, 1)
         _at_least("num_blocks", self.num_blocks, 2)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         self._check_cache_size()

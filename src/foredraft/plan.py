@@ -85,7 +85,8 @@ class RequestPlan(NamedTuple):
     The target runs on rows first_row .. first_row + len(token_ids) - 1; the last num_draft_tokens of token_ids are
     pending drafts. `is_sampling` says that the rows reach the newest committed token, so that tokens are emitted.
     Without token_ids, all rows are cached, and the token follows from the newest row's hidden state (h0).
-    num_tokens: n before the step. blocks: a block table for each cache group.
+    num_tokens: n before the step. blocks: a block table for each cache group. num_state_rows: how many rows the states
+    of recurrent layers have seen.
     """
 
     terms: RequestTerms
@@ -96,6 +97,14 @@ class RequestPlan(NamedTuple):
     is_sampling: bool
     blocks: tuple[tuple[int, ...], ...]
     window: WindowPlan | None
+    num_state_rows: int = 0
+
+    @property
+    def next_state_rows(self) -> int:
+        """How many they have seen after the step: all of committed tokens that are computed by then."""
+        if not self.token_ids:
+            return self.num_state_rows
+        return min(self.num_tokens, self.first_row + len(self.token_ids))
 
     @property
     def request_id(self) -> str:

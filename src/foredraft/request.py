@@ -43,6 +43,7 @@ class Request:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     draft_token_ids: tuple[int, ...] = ()
     num_computed_tokens: int = 0
+    num_state_rows: int = 0
     num_cached_tokens: int | None = None
     num_overtaken: int = 0
     max_depth: int = 0

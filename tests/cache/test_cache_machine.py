@@ -163,10 +163,12 @@ def test_publishing_a_module_block_one_row_early_is_noticed(monkeypatch: pytest.
     publish = CacheManager.publish
 
     def early(
-        self: CacheManager, request_id: str, tokens: Sequence[int], rows: int, exact: ExactRows, depth: int
+        self: CacheManager, request_id: str, tokens: Sequence[int], rows: int, exact: ExactRows, depth: int, states: int
     ) -> None:
         counts = tuple(min(count + 1, rows) for count in exact.num_exact_rows)
-        publish(self, request_id, tokens, rows, ExactRows(counts, exact.cycle, exact.origin, exact.kept_from), depth)
+        publish(
+            self, request_id, tokens, rows, ExactRows(counts, exact.cycle, exact.origin, exact.kept_from), depth, states
+        )
 
     monkeypatch.setattr(CacheManager, "publish", early)
     assert_noticed("a wrong row is published")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -291,25 +292,28 @@ def test_four_rows_at_once_equal_four_single_ones(checkpoints: Callable[[str], C
 
 
 def test_modules_have_no_vocabulary_of_their_own(tmp_path: Path) -> None:
-    """sgl-project/sglang#24051: other copies of embedding and head beside the modules change no draft."""
+    """sgl-project/sglang#24051: copies of embedding and head beside the modules change no draft, padded or left out;
+    others are refused."""
     drafts = []
     path = tiny_glm4_moe(tmp_path / "model")
     file = path / "model.safetensors"
-    for num_rows in (64, 80, None):
+    copies = ("model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight")
+    published = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    padded = {name: torch.cat([published[name], torch.randn(16, 32)]) for name in copies}
+    own = {name: tensor for name, tensor in published.items() if name not in copies}
+    for tensors in (published, published | padded, own):
+        save_file(tensors, file, metadata={"format": "pt"})
         loaded = load_checkpoint(path, dtype=torch.float32, device=torch.device("cpu"))
         assert loaded.mtp is not None
         assert loaded.mtp.embed_tokens.weight is loaded.target.get_parameter("model.embed_tokens.weight")
         llm = LLM(path, num_speculative_tokens=3, dtype="float32", device="cpu", block_size=4, num_blocks=32)
         (output,) = llm.generate([random_prompt(5)], SamplingParams(max_tokens=20, ignore_eos=True))
         drafts.append((output.token_ids, output.stats))
-        if num_rows is None:
-            break
-        tensors = load_file(file)
-        for name in ("model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight"):
-            tensors[name] = torch.randn(num_rows, tensors[name].shape[1])
-        file.unlink()
-        save_file(tensors, file, metadata={"format": "pt"})
     assert drafts[0] == drafts[1] == drafts[2]
+    for name in copies:
+        save_file(published | {name: torch.randn(64, 32)}, file, metadata={"format": "pt"})
+        with pytest.raises(ModelLoadError, match=rf"{re.escape(name)} is not the target's"):
+            load_checkpoint(path, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_modules_of_another_width_are_refused(tmp_path: Path, llama: Checkpoint) -> None:

@@ -441,7 +441,7 @@ def test_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (ViTConfig(), "not a decoder that transformers knows"),
         (MambaConfig(num_hidden_layers=2), "linear_attention do not run yet"),
         (LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "rope_type dynamic"),
-        (Qwen3NextConfig(num_hidden_layers=4), "linear_attention do not run yet"),
+        (Qwen3NextConfig(num_hidden_layers=3), "the last layer must be of full attention"),
         (Llama4TextConfig(num_hidden_layers=4), "chunked_attention do not run yet"),
     ],
 )

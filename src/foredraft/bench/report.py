@@ -29,7 +29,7 @@ def write_report(file: Path, benchmark: str, llm: LLM, results: dict[str, Any]) 
         "num_mtp_modules": llm.info.num_mtp_modules,
         "load_format": llm.config.load_format,
         "quantization": llm.config.quantization,
-        "execution": llm.config.execution_on(llm.device.type),
+        "execution": llm.engine.runner.execution,
         "is_fused": llm.engine.runner.target.fused is not None,
         "cuda_graphs": asdict(captured) if (captured := llm.engine.runner.captured) is not None else None,
         "verification": llm.engine.limits.verification,

@@ -13,13 +13,15 @@ class BlockTables:
 
     first: by group, the first entry that is held; those before it were given back, and name the reserved block.
     nodes: the leading blocks that are in the prefix index. Module blocks below num_shared_module_blocks may be shared
-    and are never written. frozen: the tables as tuples, until they change; target_end, module_end: rows that fit them.
+    and are never written, nor the first num_shared_states of states. frozen: the tables as tuples, until they change;
+    target_end, module_end: rows that fit them.
     """
 
     salt: str | None
     blocks: list[list[int]]
     first: list[int]
     num_shared_module_blocks: int = 0
+    num_shared_states: int = 0
     nodes: list[PrefixNode] = field(default_factory=list)
     is_published: bool = True
     frozen: tuple[tuple[int, ...], ...] | None = None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from math import prod
 
 import torch
 
@@ -36,26 +37,54 @@ class InputShape:
     """What a layer keeps of a row for later rows beside keys and values: the input of a short convolution, say.
 
     layer: number of the target layer or of the module; name: which of its parts. width: numbers a row. window: how far
-    back that part looks, its own row included; None: to the start of the sequence.
+    back that part looks, its own row included; None: to the start of the sequence. is_replayed: a recurrent layer reads
+    it again for the rows whose drafts were accepted, K at most.
     """
 
     layer: int
     name: str
     width: int
     window: int | None
+    is_replayed: bool = False
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """The state of a recurrent layer after a row, in float32, whatever the model runs in."""
+
+    layer: int
+    sizes: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * prod(self.sizes)
+
+
+NO_KV = KVShape(0, 0, 0, None)
+"""Of a layer that keeps no keys and values."""
 
 
 @dataclass(frozen=True)
 class StoredRows:
-    """All that a target or its modules store for a row: `kv` of each layer or module, and what else some keep."""
+    """All that a target or its modules store for a row: `kv` of each layer or module, and what else some keep.
+
+    states: of recurrent layers, not for every row.
+    """
 
     kv: tuple[KVShape, ...] = ()
     inputs: tuple[InputShape, ...] = ()
+    states: tuple[StateShape, ...] = ()
 
     @property
     def windows(self) -> frozenset[int | None]:
         """How far back any part looks."""
         return frozenset(shape.window for shape in self.kv) | frozenset(shape.window for shape in self.inputs)
+
+    def replaying(self, num_rows: int) -> StoredRows:
+        """With inputs kept for so many more rows where a recurrent layer reads them again."""
+        windows = (one.window if one.window is None else one.window + num_rows for one in self.inputs)
+        inputs = (replace(one, window=window) if one.is_replayed else one for one, window in zip(self.inputs, windows))
+        return replace(self, inputs=tuple(inputs))
 
     def reach(self, layer: int) -> int | None:
         """How many rows before its own a row of one layer depends on, at most; None: all."""
@@ -78,7 +107,9 @@ class CacheGroup:
     layers: numbers of target layers or of modules (0 is the one of depth 1), `shapes` what each stores for a row;
     hidden_size: width of h0, where it is stored with this group, else 0.
     retention: how many rows before the next one to compute are still needed; None: all.
-    inputs: what layers keep beside keys and values.
+    inputs: what layers keep beside keys and values. states: of recurrent layers, which are a group of their own: a
+    block covers `span` times the rows of others, and holds the state after the last of them, or, while it is the last
+    block of a request, after some row in it.
     """
 
     owner: Owner
@@ -87,10 +118,14 @@ class CacheGroup:
     retention: int | None
     hidden_size: int = 0
     inputs: tuple[InputShape, ...] = ()
+    states: tuple[StateShape, ...] = ()
+    span: int = 1
 
     @property
     def name(self) -> str:
         """What the group is called where people read it."""
+        if self.states:
+            return f"states of {self.owner.value}"
         kinds = [self.owner.value] if self.layers else []
         kinds += [f"inputs of {self.owner.value}"] if self.inputs else []
         kinds += ["h0"] if self.hidden_size else []
@@ -101,6 +136,10 @@ class CacheGroup:
         """Numbers stored for a row."""
         inputs = sum(shape.width for shape in self.inputs)
         return sum(shape.width for shape in self.shapes) + inputs + self.hidden_size
+
+    def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one block, where those of groups without states have block_size rows."""
+        return self.width * dtype.itemsize * block_size + sum(state.num_bytes for state in self.states)
 
     @property
     def holds_layers(self) -> bool:
@@ -128,13 +167,28 @@ class CacheLayout:
     dtype: torch.dtype
 
     @classmethod
-    def build(cls, target: StoredRows, modules: StoredRows, hidden_size: int, dtype: torch.dtype) -> CacheLayout:
-        """Group layers by owner and window. h0 lies with the target's full attention layers, where there are any."""
+    def build(
+        cls,
+        target: StoredRows,
+        modules: StoredRows,
+        hidden_size: int,
+        dtype: torch.dtype,
+        max_depth: int = 0,
+        state_span: int = 1,
+    ) -> CacheLayout:
+        """Group layers by owner and window. h0 lies with the target's full attention layers, where there are any.
+
+        max_depth: the most draft tokens a step (K). state_span: how many blocks apart states of recurrent layers are
+        kept.
+        """
+        target = target.replaying(max_depth)
         groups = [*_by_window(Owner.TARGET, target), *_by_window(Owner.MODULES, modules)]
         if groups[0].retention is None:
             groups[0] = replace(groups[0], hidden_size=hidden_size)
         else:
             groups.insert(0, CacheGroup(Owner.TARGET, (), (), _hidden_retention(modules), hidden_size))
+        if target.states:  # the state that the next rows begin with lies up to K rows back
+            groups.append(CacheGroup(Owner.TARGET, (), (), max_depth + 1, states=target.states, span=state_span))
         return cls(tuple(sorted(groups, key=lambda group: group.owner is Owner.MODULES)), dtype)
 
     @cached_property
@@ -194,6 +248,11 @@ class CacheLayout:
         """Whether any layer keeps something beside keys and values."""
         return any(group.inputs for group in self.groups)
 
+    @cached_property
+    def state_group(self) -> int | None:
+        """Number of the group that holds states of recurrent layers, where there are any."""
+        return next((number for number, group in enumerate(self.groups) if group.states), None)
+
     def stored(self, owner: Owner) -> StoredRows:
         """What the target, or its modules, store for a row."""
         inputs = tuple(one for group in self.groups if group.owner is owner for one in group.inputs)
@@ -224,9 +283,13 @@ class CacheLayout:
         return (0, *(_reach_of_chain(reaches[: depth + 1]) for depth in range(len(reaches))))
 
     def bytes_per_token(self, number: int | None = None) -> int:
-        """Bytes that one row of group `number` takes; None: of all groups together."""
+        """Bytes that one row of group `number` takes; None: of all groups together. States are no rows."""
         groups = self.groups if number is None else self.groups[number : number + 1]
         return sum(group.width for group in groups) * self.dtype.itemsize
+
+    def bytes_per_block(self, number: int, block_size: int) -> int:
+        """Bytes that one block of group `number` takes."""
+        return self.groups[number].bytes_per_block(block_size, self.dtype)
 
 
 def _by_window(owner: Owner, stored: StoredRows) -> list[CacheGroup]:

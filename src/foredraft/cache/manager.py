@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from foredraft.cache.block_pool import RESERVED_BLOCK, BlockPool
 from foredraft.cache.block_tables import BlockTables, RowDemand
 from foredraft.cache.groups import CacheLayout
+from foredraft.cache.integrity import check_integrity
 from foredraft.cache.prefix_index import CachedBlock, PartKey, PrefixIndex, PrefixNode
 from foredraft.cache.prefix_match import PrefixMatch, match_prefix
 from foredraft.exactness import ExactRows
@@ -64,8 +65,12 @@ class CacheManager:
         nodes = self._index.walk(salt, token_ids) if self.is_shared else []
         return match_prefix(self.layout, self.block_size, nodes, token_ids, module_depth)
 
+    def _num_rows(self, group: int) -> int:
+        """How many rows of a sequence one block of a group covers."""
+        return self.block_size * self.layout.groups[group].span
+
     def _first_block(self, group: int, next_row: int) -> int:
-        return self.layout.groups[group].first_kept_row(next_row) // self.block_size
+        return self.layout.groups[group].first_kept_row(next_row) // self._num_rows(group)
 
     # -- room for rows -------------------------------------------------------------------------------------------------
 
@@ -80,7 +85,7 @@ class CacheManager:
             is_module = group in self.layout.module_groups
             num_rows, begin = (match.num_module_rows, origin) if is_module else (match.num_rows, 0)
             tables.first[group] = max(begin, self._first_block(group, num_rows))
-            tables.blocks[group] = [RESERVED_BLOCK] * max(begin, num_rows // self.block_size)
+            tables.blocks[group] = [RESERVED_BLOCK] * max(begin, num_rows // self._num_rows(group))
             on_device = [part.block for part in found[group].values() if part.block is not None]
             num_wanted = len(found[group]) - sum(not self.pools[group].is_free(block) for block in on_device)
             if num_wanted + self._num_missing(tables, group, demand) > self.pools[group].num_free_blocks:
@@ -135,8 +140,7 @@ class CacheManager:
         if target_end <= tables.target_end and module_end <= tables.module_end:
             return True
         demand = RowDemand(target_end, module_end, target_end, module_end)
-        groups = range(len(self.pools))
-        if any(self._num_missing(tables, group, demand) > self.pools[group].num_free_blocks for group in groups):
+        if any(self._num_missing(tables, g, demand) > pool.num_free_blocks for g, pool in enumerate(self.pools)):
             return False
         self._extend(tables, demand)
         return True
@@ -147,7 +151,7 @@ class CacheManager:
             num_rows = demand.module_total if keeps_all else demand.module_end
         else:
             num_rows = demand.target_total if keeps_all else demand.target_end
-        return max(0, -(-num_rows // self.block_size) - len(tables.blocks[group]))
+        return max(0, -(-num_rows // self._num_rows(group)) - len(tables.blocks[group]))
 
     def _extend(self, tables: BlockTables, demand: RowDemand) -> None:
         for group, pool in enumerate(self.pools):
@@ -156,10 +160,10 @@ class CacheManager:
 
     def _changed(self, tables: BlockTables) -> None:
         """Note what follows from the tables, so that a step that changes nothing costs nothing."""
-        size, layout = self.block_size, self.layout
         tables.frozen = None
-        tables.target_end = min(len(tables.blocks[group]) for group in layout.target_groups) * size
-        tables.module_end = min((len(tables.blocks[group]) for group in layout.module_groups), default=0) * size
+        ends = [len(blocks) * self._num_rows(group) for group, blocks in enumerate(tables.blocks)]
+        tables.target_end = min(ends[group] for group in self.layout.target_groups)
+        tables.module_end = min((ends[group] for group in self.layout.module_groups), default=0)
 
     def renew_modules(self, request_id: str, first_row: int, *, keep_before: bool) -> int:
         """Give the module blocks from the one of `first_row` on back, so that fresh ones are written.
@@ -228,11 +232,19 @@ class CacheManager:
 
     # -- publishing ----------------------------------------------------------------------------------------------------
 
-    def publish(self, request_id: str, token_ids: Sequence[int], num_rows: int, exact: ExactRows, depth: int) -> None:
+    def publish(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        num_rows: int,
+        exact: ExactRows,
+        depth: int,
+        num_states: int = 0,
+    ) -> None:
         """Let others find the full blocks among a request's rows.
 
-        num_rows: target rows of committed tokens (c). A module block is published once modules 1..depth are exact to
-        its end, for all modules that are.
+        num_rows: target rows of committed tokens (c), num_states of which are in its states. A module block is
+        published once modules 1..depth are exact to its end, for all modules that are.
         """
         tables = self._tables[request_id]
         if not (self.is_shared and tables.is_published):
@@ -240,6 +252,7 @@ class CacheManager:
         num_blocks = num_rows // self.block_size
         if num_blocks > len(tables.nodes):
             self._publish_target(tables, token_ids, num_blocks)
+        self._publish_states(tables, num_states)
         if depth and exact.num_exact_rows[depth - 1] // self.block_size > tables.num_shared_module_blocks:
             self._publish_modules(tables, token_ids, exact, depth)
 
@@ -264,16 +277,25 @@ class CacheManager:
             tokens = tuple(token_ids[index * size : (index + 1) * size])
             tables.nodes.append(self._index.child(parent, tables.salt, tokens))
             for group in self.layout.target_groups:
-                self._offer(tables, group, index, (group, ()))
+                if group != self.layout.state_group:
+                    self._offer(tables, group, index, (group, ()))
         tables.nodes[-1].num_users += 1
         if last is not None:
             last.num_users -= 1
+
+    def _publish_states(self, tables: BlockTables, num_rows: int) -> None:
+        """A state is found with the last block of tokens that it has seen."""
+        if (group := self.layout.state_group) is not None:
+            count = min(num_rows, len(tables.nodes) * self.block_size) // self._num_rows(group)
+            for index in range(tables.num_shared_states, count):
+                self._offer(tables, group, index, (group, ()))
+            tables.num_shared_states = max(tables.num_shared_states, count)
 
     def _offer(self, tables: BlockTables, group: int, index: int, key: PartKey) -> None:
         """Publish one block, or use the one that was published first and give our own back."""
         if index < tables.first[group]:
             return
-        pool, node = self.pools[group], tables.nodes[index]
+        pool, node = self.pools[group], tables.nodes[(index + 1) * self.layout.groups[group].span - 1]
         block = tables.blocks[group][index]
         part = node.parts.get(key)
         if part is None:
@@ -377,21 +399,4 @@ class CacheManager:
     def check_integrity(self) -> None:
         """Prove the books: every block is free or held by exactly the requests that list it, and every cached part is
         where the index says."""
-        for group, pool in enumerate(self.pools):
-            tables = self._tables.values()
-            assert all(not any(table.blocks[group][: table.first[group]]) for table in tables)
-            pool.check_integrity(table.blocks[group][table.first[group] :] for table in tables)
-        for host in self._host_pools:
-            host.check_integrity(())
-        parts = [part for node in self._index.nodes() for part in node.parts.values()]
-        assert all(part.block is not None or part.host_block is not None for part in parts), "a part is nowhere"
-        for group, pool in enumerate(self.pools):
-            self._check_contents(pool, [(part.block, part) for part in parts if part.group == group and part.block])
-        for group, host in enumerate(self._host_pools):
-            self._check_contents(host, [(p.host_block, p) for p in parts if p.group == group and p.host_block])
-
-    @staticmethod
-    def _check_contents(pool: BlockPool[CachedBlock], parts: list[tuple[int, CachedBlock]]) -> None:
-        contents = {block: part for block, part in enumerate(pool.contents) if part is not None}
-        assert contents == dict(parts), "the index and the pool disagree about what a block holds"
-        assert len(contents) == len(parts), "two parts are said to lie in one block"
+        check_integrity(self.pools, self._host_pools, list(self._tables.values()), self._index)

@@ -54,7 +54,7 @@ def load_cache(directory: Path, signature: Signature, cache: CacheManager, host:
 
 
 def _num_bytes(host: CacheStorage, group: int) -> int:
-    return host.layout.bytes_per_token(group) * host.block_size
+    return host.layout.bytes_per_block(group, host.block_size)
 
 
 def _to_bytes(host: CacheStorage, group: int, block: int) -> Tensor:

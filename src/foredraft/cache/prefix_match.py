@@ -46,6 +46,10 @@ def match_prefix(
     parts: list[dict[int, CachedBlock]] = [{} for _ in layout.groups]
     for count, found in ((num_blocks, keys), (num_module_blocks, module_keys)):
         for position, (group, _) in enumerate(found[0] if found else ()):
+            if group == layout.state_group:
+                if count:
+                    parts[group][count // layout.groups[group].span - 1] = nodes[count - 1].parts[group, ()]
+                continue
             first = layout.groups[group].first_kept_row(count * block_size) // block_size
             for index in range(first, count):
                 parts[group][index] = nodes[index].parts[found[index][position]]
@@ -68,6 +72,9 @@ def _longest(layout: CacheLayout, block_size: int, nodes: Sequence[PrefixNode], 
         is_enough = True
         for key in block_keys:
             group = key[0]
+            if group == layout.state_group:
+                is_enough &= (index + 1) % layout.groups[group].span == 0 and key in node.parts
+                continue
             runs[group] = runs[group] + 1 if key in node.parts else 0
             first = layout.groups[group].first_kept_row((index + 1) * block_size) // block_size
             is_enough &= runs[group] > index - first

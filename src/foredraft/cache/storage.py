@@ -39,7 +39,8 @@ class CacheStorage:
 
     num_blocks: for each group of the layout. target and modules: one entry a layer or module; target_inputs and
     module_inputs: what layers keep beside keys and values.
-    hidden [num_slots, hidden_size] is h0, the target's hidden state that module 1 and the head read.
+    hidden [num_slots, hidden_size] is h0, the target's hidden state that module 1 and the head read. states: of
+    recurrent layers by number, float32, one a block of their group: [num_blocks, ...].
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class CacheStorage:
         self.target_inputs = self._inputs(Owner.TARGET)
         self.module_inputs = self._inputs(Owner.MODULES)
         self.hidden = self._rows(layout.hidden_group, layout.hidden_size)
+        self.states = self._states()
 
     def _layers(self, shapes: Sequence[KVShape], groups: Sequence[int]) -> tuple[LayerKV, ...]:
         return tuple(self._layer(shape, group) for shape, group in zip(shapes, groups))
@@ -84,13 +86,28 @@ class CacheStorage:
         num_slots = self.num_blocks[group] * self.block_size
         return torch.empty(num_slots, width, dtype=self.layout.dtype, device=self._device, pin_memory=self._pin)
 
+    def _states(self) -> dict[int, Tensor]:
+        number = self.layout.state_group
+        if number is None:
+            return {}
+        count, device, pin = self.num_blocks[number], self._device, self._pin
+        return {
+            state.layer: torch.empty((count, *state.sizes), dtype=torch.float32, device=device, pin_memory=pin)
+            for state in self.layout.groups[number].states
+        }
+
     def slots(self, blocks: Sequence[int], num_rows: int) -> Tensor:
         """Slots of rows 0..num_rows-1 of a request that holds `blocks`, int64 [num_rows] on the CPU."""
         table = torch.tensor(blocks, dtype=torch.int64).unsqueeze(1) * self.block_size
         return (table + torch.arange(self.block_size)).flatten()[:num_rows]
 
     def block(self, group: int, block: int) -> tuple[Tensor, ...]:
-        """Views of all that one block holds, [block_size, width] each, in an order that depends on the layout only."""
+        """Views of all that one block holds, [block_size, width] each, in an order that depends on the layout only.
+
+        Of a group of states: those of each layer, [1, ...].
+        """
+        if self.layout.groups[group].states:
+            return tuple(states[block : block + 1] for states in self.states.values())
         rows = slice(block * self.block_size, (block + 1) * self.block_size)
         return tuple(tensor[rows] for tensor in self._tensors(group))
 
@@ -109,4 +126,5 @@ class CacheStorage:
     @property
     def num_bytes(self) -> int:
         tensors = [tensor for group in range(len(self.layout.groups)) for tensor in self._tensors(group)]
+        tensors += self.states.values()
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

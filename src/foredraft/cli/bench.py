@@ -9,6 +9,7 @@ import typer
 
 from foredraft.bench.prompts import CHAT_PROMPTS, DEFAULT_PROMPTS, read_prompts
 from foredraft.cli.bench_compare import acceptance, compare
+from foredraft.cli.bench_families import stale_rows
 from foredraft.cli.bench_gpu import floor, trace
 from foredraft.cli.bench_options import (
     MaxTokens,
@@ -173,5 +174,6 @@ for command in (
     floor,
     trace,
     peers,
+    stale_rows,
 ):
     bench_app.command()(command)

@@ -16,7 +16,7 @@ from foredraft.cache.manager import CacheManager
 from foredraft.cache.persistence import load_cache
 from foredraft.cache.snapshot import Signature
 from foredraft.cache.storage import CacheStorage
-from foredraft.config import LOSSY_DELTA, LOSSY_EPSILON, EngineConfig
+from foredraft.config import LOSSY_DELTA, LOSSY_EPSILON, EngineConfig, Execution
 from foredraft.engine.draft_vocabulary import build_draft_head
 from foredraft.engine.engine import Engine, EngineLimits, KeptCache
 from foredraft.engine.text_tools import TextTools
@@ -69,11 +69,14 @@ def _build(
     config.check_drafts(max_depth)
     draft_head = build_draft_head(config, loaded, target) if modules is not None else None
     module_rows = modules.stored if modules is not None else StoredRows()
-    layout = CacheLayout.build(target.stored, module_rows, target.hidden_size, target.dtype)
+    state_span = -(-max(config.state_interval, max_depth + 1) // config.block_size)
+    layout = CacheLayout.build(
+        target.stored, module_rows, target.hidden_size, target.dtype, max_depth=max_depth, state_span=state_span
+    )
 
     tools = _text_tools(loaded, target.vocab_size)
     verification = _verification_settings(config, draft_head.token_ids if draft_head is not None else None)
-    execution = config.execution_on(target.device.type)
+    execution = _execution(config, target)
     max_positions = min(
         config.max_model_len or loaded.info.max_position_embeddings, loaded.info.max_position_embeddings
     )
@@ -94,11 +97,11 @@ def _build(
             decode_kernels_of(target.device),
         )
         max_blocks = -(-max_positions // config.block_size) + 1
-        use_graphs = config.cuda_graphs != "off"
+        use_graphs = config.cuda_graphs != "off" and target.family.is_capturable
         return ResidentDecoder(model, config.max_num_seqs, max_depth, max_blocks, use_graphs=use_graphs)
 
     is_resident = execution in ("overlapped", "synchronous") and drafter_type is Drafter
-    runner_settings = RunnerSettings(verification, tools.compiler, make_resident if is_resident else None)
+    runner_settings = RunnerSettings(verification, tools.compiler, make_resident if is_resident else None, execution)
 
     def make_runner(storage: CacheStorage, host_storage: CacheStorage | None = None) -> ModelRunner:
         drafter = None
@@ -132,6 +135,22 @@ def _build(
     )
     scheduler, overlaps = Scheduler(cache, scheduler_limits), execution == "overlapped"
     return Engine(runner, scheduler, cache, limits, size, kept, tools, overlaps=overlaps)
+
+
+def _execution(config: EngineConfig, target: TargetModel) -> Execution:
+    """Who runs decode steps. Where passes wait for the GPU they gain nothing from state that stays there: the host, if
+    the settings leave it open. Raises ConfigError for graphs at start that cannot be."""
+    if target.stored.states:
+        if config.execution not in ("auto", "host", "reference"):
+            raise ConfigError(
+                f"execution={config.execution}: recurrent layers, as {target.config.model_type} has, are run by the host"
+            )
+        return "reference" if config.execution == "reference" else "host"
+    if target.family.is_capturable:
+        return config.execution_on(target.device.type)
+    if config.cuda_graphs == "at-start":
+        raise ConfigError(f"cuda_graphs=at-start: passes of {target.config.model_type} wait for the GPU; set it to off")
+    return "host" if config.execution == "auto" else config.execution
 
 
 def _warn_of_unreal_output(config: EngineConfig) -> None:
@@ -185,7 +204,7 @@ def _storage(
     try:
         return CacheStorage(layout, num_blocks, block_size, device, pin=is_host and torch.cuda.is_available())
     except (RuntimeError, TypeError) as error:  # torch has a TypeError for sizes beyond 64 bits
-        num_bytes = sum(layout.bytes_per_token(group) * block_size * count for group, count in enumerate(num_blocks))
+        num_bytes = sum(layout.bytes_per_block(group, block_size) * count for group, count in enumerate(num_blocks))
         raise ConfigError(
             f"there is no memory for a cache of {max(num_blocks)} blocks, {num_bytes} bytes, on {device.type}: "
             f"lower {'cpu_cache_gib' if is_host else 'num_blocks, kv_cache_memory_bytes or gpu_memory_utilization'}"

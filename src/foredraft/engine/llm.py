@@ -39,7 +39,7 @@ class LLM:
     def __init__(self, model: str | Path | None = None, **settings: Any) -> None:
         config = _config(EngineConfig, model, settings)
         path, mtp = resolve_model(config)
-        info = inspect_checkpoint(path, mtp, config.load_format)
+        info = inspect_checkpoint(path, mtp, config.load_format, config.num_speculative_tokens)
         depth = resolve_depth(config, info.num_mtp_modules)
         config.check_depth(depth)
         self.config = config

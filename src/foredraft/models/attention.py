@@ -20,9 +20,13 @@ from foredraft.cache.storage import CacheStorage, InputName, LayerKV
 from foredraft.errors import ModelLoadError
 from foredraft.kernels.lanes import Lanes
 from foredraft.kernels.ops import Kernels, kernels_of
+from foredraft.kernels.torch.indexer import choose_rows
+from foredraft.models.recurrence import RecurrentRows, Rule
 from foredraft.models.row_layout import AttentionGroup, EarlierRows, GroupRows, earlier_rows
 
 ATTENTION_NAME = "foredraft_paged"
+RECURRENT = "recurrence"
+"""What the inputs of a recurrent layer are called in the cache."""
 
 
 class Rotation(NamedTuple):
@@ -66,7 +70,8 @@ PLAIN = ScoreTerms()
 class PagedAttention:
     """All that the layers of one forward pass need to know; `kv` and `rows` have an entry a layer, by `layer_idx`.
 
-    inputs: what layers keep beside keys and values, and the rows of the pass in its cache group.
+    inputs: what layers keep beside keys and values, and the rows of the pass in its cache group. states, recurrent: of
+    recurrent layers.
     block_size: rows of a block. kernels: those of the device if left out. dtype: what queries, keys and values are
     converted to before they meet, if it is not their own. positions: [T], of the tokens that the rows read.
     """
@@ -78,16 +83,23 @@ class PagedAttention:
     dtype: torch.dtype | None = None
     positions: Tensor | None = None
     inputs: Mapping[InputName, tuple[Tensor, GroupRows]] = field(default_factory=dict)
+    states: Mapping[int, Tensor] = field(default_factory=dict)
+    recurrent: RecurrentRows | None = None
     _earlier: dict[int, EarlierRows] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of_target(
-        cls, storage: CacheStorage, rows: Mapping[int, GroupRows], kernels: Kernels | None = None
+        cls,
+        storage: CacheStorage,
+        rows: Mapping[int, GroupRows],
+        kernels: Kernels | None = None,
+        recurrent: RecurrentRows | None = None,
     ) -> PagedAttention:
         """For a pass of the target; rows: by cache group."""
         inputs = {name: (stored.rows, rows[stored.group]) for name, stored in storage.target_inputs.items()}
         by_layer = [rows[group] for group in storage.layout.group_of_layer]
-        return cls(storage.target, by_layer, storage.block_size, kernels, inputs=inputs)
+        size, states = storage.block_size, storage.states
+        return cls(storage.target, by_layer, size, kernels, inputs=inputs, states=states, recurrent=recurrent)
 
     @classmethod
     def of_module(
@@ -154,6 +166,24 @@ class PagedAttention:
         before = stored.index_select(0, earlier.slots.flatten()).view(len(rows), window - 1, -1)
         before = torch.where(earlier.exists.unsqueeze(2), before, before.new_zeros(()))
         return torch.cat((before, rows.to(stored.dtype).unsqueeze(1)), dim=1)
+
+    def choose(
+        self, layer_idx: int, name: str, keys: Tensor, query: Tensor, weights: Tensor, scale: float, count: int
+    ) -> Tensor:
+        """Keep index keys `keys` [T, dim], and choose the `count` rows that each row scores highest, as `choose_rows`
+        does for `query` [T, heads, dim] and `weights` [T, heads]: [T, N] bool, for `ScoreTerms`."""
+        stored = self.store_input(layer_idx, name, keys, None)
+        lanes = self.inputs[layer_idx, name][1].lanes
+        return choose_rows(query, weights, stored, lanes, self.block_size, scale, count)
+
+    def recur(self, layer_idx: int, rows: Tensor, earlier: int, sizes: tuple[int, ...], rule: Rule) -> Tensor:
+        """Keep the inputs `rows` [T, width] of a recurrent layer, and apply its rule: [T, out].
+
+        sizes: of its state. The rule sees the inputs of `earlier` rows before its own.
+        """
+        assert self.recurrent is not None
+        stored = self.store_input(layer_idx, RECURRENT, rows, earlier + 1)
+        return self.recurrent.run(stored, self.states[layer_idx], earlier, rule)
 
     def attend_rotated(self, layer_idx: int, qkv: Tensor, rotation: Rotation, scale: float) -> Tensor:
         """The same for rows as a projection leaves them, qkv [T, heads * dim]: turn, store and attend; [T, heads *

@@ -19,6 +19,7 @@ MTP_FILE_NAME = "mtp.safetensors"
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _HUB_FILES = ["*.json", "model*.safetensors", MTP_FILE_NAME, "tokenizer*", "*.model", "vocab*", "merges.txt", "*.jinja"]
+_EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..+)")
 _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8"}
 
 
@@ -91,6 +92,22 @@ def read_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
         except (OSError, SafetensorError) as error:
             raise ModelLoadError(f"{file}: cannot be read as safetensors ({error}); is the file complete?") from error
     return headers
+
+
+def missing_experts(names: Iterable[str]) -> list[str]:
+    """The tensors that would close the gaps among numbered experts, whose matrices transformers stacks."""
+    numbers: dict[tuple[str, str], set[int]] = {}
+    counts: dict[str, int] = {}
+    for name in names:
+        if match := _EXPERT.fullmatch(name):
+            numbers.setdefault((match[1], match[3]), set()).add(int(match[2]))
+            counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
+    return sorted(
+        f"{stem}{number}{rest}"
+        for (stem, rest), present in numbers.items()
+        for number in range(counts[stem])
+        if number not in present
+    )
 
 
 def count_parameters(headers: Mapping[str, TensorHeader], is_tied: bool) -> int:

@@ -6,8 +6,10 @@ one for drafts changes how many are accepted, and nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foredraft.kernels.ops import kernels_of
@@ -34,8 +36,8 @@ class DraftHead:
     """A head over N of the target's V tokens: column j of its logits is token token_ids[j].
 
     token_ids: [N] int64, ascending, so that ties fall as with the whole head; None: the first N tokens in order.
-    vocab_size: V, or N without token_ids. divisor: of the hidden states, before the head. known: the tokens as an index
-    into rows of V on the host.
+    vocab_size: V, or N without token_ids. divisor, norm: of the hidden states, before the head. known: the tokens as an
+    index into rows of V on the host.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class DraftHead:
         token_ids: Tensor | None,
         vocab_size: int,
         divisor: float = 1.0,
+        norm: nn.Module | None = None,
     ) -> None:
         self.weight = weight
         self.bias = bias
@@ -53,6 +56,8 @@ class DraftHead:
         self.token_ids = token_ids
         self.vocab_size = vocab_size
         self.divisor = divisor
+        self.norm = norm
+        self._own: tuple[DraftHead, ...] = ()
         self.known: slice | Tensor = slice(0, len(weight)) if token_ids is None else token_ids.cpu()
         self._packed: Int8Linear | None = None
         if scales is not None and weight.device.type == "cpu" and torch.backends.quantized.engine in _INT8_ENGINES:
@@ -67,6 +72,7 @@ class DraftHead:
         bits: int = 16,
         scales: Tensor | None = None,
         divisor: float = 1.0,
+        norm: nn.Module | None = None,
     ) -> DraftHead:
         """The head for drafts of a target's head `weight` [V, H], `bias` [V].
 
@@ -81,7 +87,18 @@ class DraftHead:
             bias, scales = (None if values is None else values.detach()[token_ids] for values in (bias, scales))
         if bits == 8 and scales is None:
             weight, scales = int8_rows(weight)
-        return cls(weight, bias, scales, token_ids, vocab_size, divisor)
+        return cls(weight, bias, scales, token_ids, vocab_size, divisor, norm)
+
+    @classmethod
+    def of_modules(cls, heads: Sequence[DraftHead]) -> DraftHead:
+        """One head for each module, over the same tokens, as one: `for_module` tells them apart."""
+        first = heads[0]
+        first._own = tuple(heads)
+        return first
+
+    def for_module(self, module: int) -> DraftHead:
+        """The head that the drafts of a module are chosen with: this one, unless each has its own."""
+        return self._own[module] if self._own else self
 
     @property
     def bits(self) -> int:
@@ -128,6 +145,8 @@ class DraftHead:
         return self.full_ids(int8_argmax(hidden, self.weight, self.scales, self.bias))
 
     def _scaled(self, hidden: Tensor) -> Tensor:
+        if self.norm is not None:
+            hidden = self.norm(hidden)
         return hidden if self.divisor == 1.0 else hidden / self.divisor
 
     def full_ids(self, columns: Tensor) -> Tensor:

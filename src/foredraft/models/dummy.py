@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 from foredraft.errors import ModelLoadError, described
+from foredraft.models.families.registry import family_of
 from foredraft.models.mtp_weights import new_mtp_model, set_mtp_fields
 
 SEED = 0
@@ -45,6 +46,8 @@ def declared_modules(config: PreTrainedConfig) -> int:
 def _check_sizes(config: PreTrainedConfig) -> None:
     text_config = config.get_text_config(decoder=True)
     for name in _SIZES:
+        if name == "num_attention_heads" and text_config.is_heterogeneous:
+            continue  # there is one for each layer, and transformers does not tell that of all
         size = getattr(text_config, name, None)
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ModelLoadError(f"config.json: {name} must be an integer from 1 on, not {size!r:.40}")
@@ -105,7 +108,7 @@ def build_mtp(target: PreTrainedModel, num_modules: int, dtype: torch.dtype, dev
 def _new_target(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     try:
         with device:
-            target: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+            target: PreTrainedModel = family_of(config).auto_class(config).from_config(config, dtype=dtype)
     except Exception as error:  # transformers checks little of what a configuration says
         reason = described(error)
         raise ModelLoadError(f"transformers cannot build a {config.model_type} from config.json: {reason}") from error

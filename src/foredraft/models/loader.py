@@ -27,6 +27,7 @@ from foredraft.models import dummy
 from foredraft.models.attention import ATTENTION_NAME
 from foredraft.models.checkpoint_files import (
     count_parameters,
+    missing_experts,
     mtp_file,
     read_headers,
     resolve_directory,
@@ -41,7 +42,9 @@ from foredraft.models.mtp_weights import (
     describe_problems,
     find_mtp_beside,
     find_mtp_inside,
+    listed,
     set_mtp_fields,
+    unknown_mtp_tensors,
 )
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -88,10 +91,11 @@ class LoadedModel:
 
 
 def inspect_checkpoint(
-    model: str | Path, mtp: str | Path | None = None, load_format: LoadFormat = "auto"
+    model: str | Path, mtp: str | Path | None = None, load_format: LoadFormat = "auto", num_modules: int | None = None
 ) -> CheckpointInfo:
-    """Describe a checkpoint without reading a tensor; arguments and errors as for `load_checkpoint`."""
-    return _examine_shape(model, mtp)[0] if load_format == "dummy" else _examine(model, mtp)[0]
+    """Describe a checkpoint without reading a tensor; arguments and errors as for `load_checkpoint`. Of num_modules it
+    matters only whether it is 0: no module will be asked for."""
+    return _examine_shape(model, mtp)[0] if load_format == "dummy" else _examine(model, mtp, num_modules)[0]
 
 
 def load_checkpoint(
@@ -114,13 +118,14 @@ def load_checkpoint(
     load_format "dummy": only config.json and, where there are any, the files of the tokenizer are read, and the weights
     are random (see `models.dummy`). There are as many modules as the configuration says, or as `mtp` holds.
 
-    ModelLoadError: not found, not readable, not a decoder that Foredraft runs, or weights that do not fit it.
+    ModelLoadError: not found, not readable, not a decoder that Foredraft runs, or weights that do not fit it; unless
+    num_modules is 0, also tensors that look like those of modules, but that no known layout has.
     """
     source: MtpSource | None = None
     if load_format == "dummy":
         info, config = _examine_shape(model, mtp)
     else:
-        info, config, source = _examine(model, mtp)
+        info, config, source = _examine(model, mtp, num_modules)
     wanted = info.num_mtp_modules if num_modules is None else num_modules
     if not 0 <= wanted <= info.num_mtp_modules:
         raise ModelLoadError(f"{info.path}: {wanted} MTP modules asked for, but there are {info.num_mtp_modules}")
@@ -143,7 +148,9 @@ def load_checkpoint(
     return LoadedModel(target, modules, info.num_mtp_modules, tokenizer, info, _eos_token_ids(target))
 
 
-def _examine(model: str | Path, mtp: str | Path | None) -> tuple[CheckpointInfo, PreTrainedConfig, MtpSource | None]:
+def _examine(
+    model: str | Path, mtp: str | Path | None, num_modules: int | None
+) -> tuple[CheckpointInfo, PreTrainedConfig, MtpSource | None]:
     """Everything that can be known, and refused, before a tensor is read. The config is the caller's own."""
     path = resolve_directory(model)
     config = _read_config(path)
@@ -153,9 +160,13 @@ def _examine(model: str | Path, mtp: str | Path | None) -> tuple[CheckpointInfo,
     inside = find_mtp_inside(path, headers, text_config.num_hidden_layers, text_config.hidden_size, family_of(config))
     beside = mtp_file(path, mtp)
     source = inside if beside is None else find_mtp_beside(beside, text_config.hidden_size)
+    if beside is None and num_modules != 0:
+        _check_all_known(path, config, unknown_mtp_tensors(headers, inside, text_config.num_hidden_layers))
     if source is not None and not source.modules:  # nothing but copies of the embedding or head
         source = None
     target_headers = {name: header for name, header in headers.items() if inside is None or name not in inside.owned}
+    if missing := missing_experts(target_headers):
+        raise ModelLoadError(f"{path}: weights do not fit {architecture}: missing: {listed(missing)}")
     is_tied = bool(getattr(text_config, "tie_word_embeddings", False))
     info = _info(
         path,
@@ -169,6 +180,14 @@ def _examine(model: str | Path, mtp: str | Path | None) -> tuple[CheckpointInfo,
         num_mtp_parameters=0 if source is None else source.num_parameters,
     )
     return info, config, source
+
+
+def _check_all_known(path: Path, config: PreTrainedConfig, unknown: list[str]) -> None:
+    if unknown:
+        raise ModelLoadError(
+            f"{path}: tensors that look like those of MTP modules, in no layout that is known of {config.model_type}; "
+            f"surplus: {listed(unknown)}. With num_speculative_tokens=0 the model runs without modules"
+        )
 
 
 def _examine_shape(model: str | Path, mtp: str | Path | None) -> tuple[CheckpointInfo, PreTrainedConfig]:

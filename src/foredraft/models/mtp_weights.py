@@ -2,22 +2,23 @@
 
 Three layouts are known. Beside the checkpoint, in `mtp.safetensors`, tensors have `MtpModel`'s own names,
 `layers.{k}.…`. Inside, module k is either `model.layers.{num_hidden_layers + k}.…` or `mtp.layers.{k}.…`; a single
-module may keep its projection and norms one level up, as `mtp.fc`, `mtp.norm` and so on. How many modules there are
-follows from these names alone: published configurations name the depth in several ways, or not at all.
+module may keep its projection and norms one level up, as `mtp.fc`, `mtp.norm` and so on. A family knows the
+names that its parts have beyond that. How many modules there are follows from these names alone: published
+configurations name the depth in several ways, or not at all.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -27,6 +28,8 @@ from transformers.modeling_utils import LoadStateDictConfig
 from foredraft.errors import ModelLoadError
 from foredraft.models.checkpoint_files import TensorHeader, read_headers
 from foredraft.models.families.family import Family
+from foredraft.models.families.registry import family_of
+from foredraft.models.shared_copies import check_copies
 
 SCALE_SUFFIX = "_scale"
 
@@ -36,6 +39,11 @@ _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 _BESIDE = re.compile(r"layers\.(?P<index>\d+)\..+|shared_post_norm\.weight")
 # The modules use the target's embedding and head; published checkpoints repeat both in every module.
 _SHARED = re.compile(r"(?:.*\.)?(?:embed_tokens|lm_head|shared_head|shared_head\.head)\.(?:weight|bias)")
+# How the names begin of layers that are no tower's, and what else a tensor of a module would be called.
+_LAYER = re.compile(
+    r"(?:(?:model|language_model|text_model|decoder|transformer|backbone|llm)\.)*(?:layers|blocks|h)\.(\d+)\..+"
+)
+_LIKE_MTP = re.compile(r"(?:.*[._])?(?:mtp|nextn)(?:[._\d].*)?", re.IGNORECASE)
 _PROJECTION = re.compile(r"(?:layers\.\d+\.(?:eh_proj|input_proj)|fc)\.weight")
 
 
@@ -45,7 +53,7 @@ class MtpSource:
 
     `modules[k]` maps the tensors of module k from `MtpModel`'s numbering to their headers; int8 matrices have their
     row scales in `scales`, by the same name. `owned` are the checkpoint's names that are not the target's, the
-    repeated embedding and head included.
+    repeated embedding and head included; `copies` are those two, each with the number of its module.
     """
 
     layout: MtpLayout
@@ -53,6 +61,7 @@ class MtpSource:
     modules: tuple[dict[str, TensorHeader], ...]
     scales: dict[str, TensorHeader]
     owned: frozenset[str]
+    copies: tuple[tuple[int, TensorHeader], ...] = ()
 
     @property
     def num_parameters(self) -> int:
@@ -63,7 +72,8 @@ def find_mtp_beside(file: Path, hidden_size: int) -> MtpSource:
     """The modules in an `mtp.safetensors` file. ModelLoadError if it is damaged or made for another hidden size."""
     headers = read_headers([file])
     names = {name: (int(match["index"] or 0), name) for name in headers if (match := _BESIDE.fullmatch(name))}
-    if surplus := [name for name in headers if name not in names and not _SHARED.fullmatch(name)]:
+    names |= {name: (0, name) for name in headers if name not in names and _SHARED.fullmatch(name)}
+    if surplus := [name for name in headers if name not in names]:
         raise ModelLoadError(f"{file}: surplus tensors, of no MTP module: {listed(surplus)}")
     source = _collect("beside", file, headers, names, hidden_size)
     if not source.modules:
@@ -80,6 +90,17 @@ def find_mtp_inside(
     return _collect("inside", directory, headers, names, hidden_size) if names else None
 
 
+def unknown_mtp_tensors(names: Iterable[str], source: MtpSource | None, num_hidden_layers: int) -> list[str]:
+    """Those among a checkpoint's tensors that look like a module's, but that `source` knows nothing of."""
+    owned: frozenset[str] = frozenset() if source is None else source.owned
+    unknown = []
+    for name in names:
+        layer = _LAYER.fullmatch(name)
+        if name not in owned and (_LIKE_MTP.fullmatch(name) or (layer and int(layer[1]) >= num_hidden_layers)):
+            unknown.append(name)
+    return sorted(unknown)
+
+
 def _collect(
     layout: MtpLayout,
     path: Path,
@@ -90,8 +111,10 @@ def _collect(
     """Sort the tensors `names` (their own name to module and new name) into modules, and check what headers show."""
     modules: dict[int, dict[str, TensorHeader]] = {}
     scales: dict[str, TensorHeader] = {}
+    copies: list[tuple[int, TensorHeader]] = []
     for name, (index, new_name) in names.items():
         if _SHARED.fullmatch(name):
+            copies.append((index, headers[name]))
             continue
         scaled = headers.get(name.removesuffix(SCALE_SUFFIX)) if name.endswith(SCALE_SUFFIX) else None
         if scaled is not None and scaled.dtype == "I8":
@@ -100,7 +123,8 @@ def _collect(
             modules.setdefault(index, {})[new_name] = headers[name]
     if absent := [index for index in range(len(modules)) if index not in modules]:
         raise ModelLoadError(f"{path}: MTP module {absent[0]} is missing, though there is a module {max(modules)}")
-    source = MtpSource(layout, path, tuple(modules[index] for index in sorted(modules)), scales, frozenset(names))
+    by_index = tuple(modules[index] for index in sorted(modules))
+    source = MtpSource(layout, path, by_index, scales, frozenset(names), tuple(copies))
     for module in source.modules:
         for new_name, header in module.items():
             _check_storage(header, scales.get(new_name))
@@ -137,6 +161,7 @@ def set_mtp_fields(config: PreTrainedConfig, num_modules: int) -> None:
     Kinds of layer that it does not name itself are those of the target's last layer.
     """
     text_config: Any = config.get_text_config(decoder=True)
+    family_of(config).prepare(text_config, num_modules)
     text_config.num_mtp_layers = num_modules
     for field in ("layer_types", "mlp_layer_types"):
         target_kinds = getattr(text_config, field, None)
@@ -155,10 +180,12 @@ def build_mtp_model(
     """An `MtpModel` of the first `num_modules` modules in `dtype` on `device`; later ones are not read.
 
     The embedding, head and rotary embedding are the target's own. The target's config must have been through
-    `set_mtp_fields`. ModelLoadError names tensors that are missing, surplus or of the wrong shape.
+    `set_mtp_fields`. ModelLoadError names tensors that are missing, surplus or of the wrong shape, and copies of the
+    embedding or the head that are not the target's.
     """
     model = new_mtp_model(target, num_modules, dtype)
     modules = source.modules[:num_modules]
+    check_copies(target, (header for module, header in source.copies if module < num_modules))
     with ExitStack() as stack:
         files = {header.file for module in modules for header in module.values()}
         opened = {file: stack.enter_context(safe_open(file, framework="pt")) for file in files}
@@ -196,15 +223,32 @@ def new_mtp_model(target: PreTrainedModel, num_modules: int, dtype: torch.dtype)
     """An `MtpModel` whose own weights are on the meta device (elsewhere it would initialise the target's embedding)."""
     try:
         with ExitStack() as stack:
+            stack.enter_context(_plain_embedding(target))
             for context in MtpModel.get_init_context(dtype, False, False, None):
                 stack.enter_context(context)
             model = MtpModel(target, num_modules)
+            family_of(target.config).complete(model)
     except (AttributeError, TypeError, ValueError, StopIteration) as error:
         raise ModelLoadError(f"transformers cannot build MTP modules for {type(target).__name__}: {error}") from error
     # Decoders with one window for all layers do not list kinds, and `MtpModel` would mask as if there were no window.
     if getattr(model.config, "layer_types", None) is None and getattr(model.config, "sliding_window", None) is not None:
         model.config.layer_types = ["sliding_attention"] * num_modules
     return model
+
+
+@contextmanager
+def _plain_embedding(target: PreTrainedModel) -> Iterator[None]:
+    """Meanwhile the target's embedding has no norm, if it has one: `MtpModel` would copy all, to leave out the norm."""
+    normed = target.get_input_embeddings()
+    if not hasattr(normed, "embed_norm"):
+        yield
+        return
+    plain = nn.Embedding.from_pretrained(normed.get_parameter("weight"))  # type: ignore[no-untyped-call]
+    target.set_input_embeddings(plain)
+    try:
+        yield
+    finally:
+        target.set_input_embeddings(normed)
 
 
 def _tensors(model: MtpModel) -> Iterable[tuple[str, Tensor]]:

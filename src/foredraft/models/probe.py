@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from foredraft.cache.groups import InputShape, KVShape, StoredRows
+from foredraft.cache.groups import NO_KV, InputShape, KVShape, StateShape, StoredRows
 from foredraft.cache.storage import InputName
 from foredraft.errors import ModelLoadError
-from foredraft.models.attention import PLAIN, PagedAttention, ScoreTerms
+from foredraft.models.attention import PLAIN, RECURRENT, PagedAttention, ScoreTerms
+from foredraft.models.recurrence import Rule
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class RowProbe(PagedAttention):
 
     seen: dict[int, KVShape] = field(default_factory=dict)
     kept: dict[InputName, InputShape] = field(default_factory=dict)
+    recurring: dict[int, StateShape] = field(default_factory=dict)
 
     @classmethod
     def new(cls, positions: Tensor) -> RowProbe:
@@ -52,9 +54,24 @@ class RowProbe(PagedAttention):
         stored = self.store_input(layer_idx, name, rows, window)
         return torch.stack([*(torch.zeros_like(stored),) * (window - 1), stored], dim=1)
 
+    def choose(
+        self, layer_idx: int, name: str, keys: Tensor, query: Tensor, weights: Tensor, scale: float, count: int
+    ) -> Tensor:
+        self.store_input(layer_idx, name, keys, None)
+        return torch.ones(len(keys), len(keys), dtype=torch.bool, device=keys.device)
+
+    def recur(self, layer_idx: int, rows: Tensor, earlier: int, sizes: tuple[int, ...], rule: Rule) -> Tensor:
+        width, window = rows.shape[1], earlier + 1
+        self.kept[layer_idx, RECURRENT] = InputShape(layer_idx, RECURRENT, width, window, is_replayed=True)
+        self.recurring[layer_idx] = StateShape(layer_idx, sizes)
+        seen = torch.cat((rows.new_zeros(earlier, width), rows)).unsqueeze(0)
+        is_real = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
+        return rule(seen, is_real, torch.zeros(1, *sizes, device=rows.device))[0][0]
+
     def stored(self, num_layers: int, name: str) -> StoredRows:
         """What layers 0..num_layers-1 store. Raises ModelLoadError if one of them did not attend."""
-        missing = [layer for layer in range(num_layers) if layer not in self.seen]
+        missing = [layer for layer in range(num_layers) if layer not in self.seen and layer not in self.recurring]
         if missing:
             raise ModelLoadError(f"layers {missing} of {name} keep their state without ordinary attention")
-        return StoredRows(tuple(self.seen[layer] for layer in range(num_layers)), tuple(self.kept.values()))
+        kv = tuple(self.seen.get(layer, NO_KV) for layer in range(num_layers))
+        return StoredRows(kv, tuple(self.kept.values()), tuple(self.recurring.values()))

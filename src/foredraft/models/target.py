@@ -23,6 +23,11 @@ TargetForward = Callable[[Tensor, Tensor, PagedAttention], Tensor]
 """`TargetModel.forward`, or what runs the same in another way."""
 
 
+def head_weights(head: nn.Module) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Of a head: weight [V, hidden_size], bias [V] or None, and if it is int8 the scale [V] of each row."""
+    return head.get_parameter("weight"), getattr(head, "bias", None), getattr(head, "scale", None)
+
+
 class TargetModel:
     """Runs a transformers decoder over the flattened rows of many requests, and its head over chosen rows."""
 
@@ -60,8 +65,7 @@ class TargetModel:
     @property
     def head_weights(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Of the head: weight [V, hidden_size], bias [V] or None, and if it is int8 the scale [V] of each row."""
-        head = self._head
-        return head.get_parameter("weight"), getattr(head, "bias", None), getattr(head, "scale", None)
+        return head_weights(self._head)
 
     @property
     def head_divisor(self) -> float:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from foredraft.cache.storage import CacheStorage
 from foredraft.models.attention import PagedAttention
+from foredraft.models.recurrence import RecurrentRows
 from foredraft.models.row_layout import GroupRows, RowSpan, group_rows
 from foredraft.plan import RequestPlan
 
@@ -34,6 +35,7 @@ def target_inputs(plans: Sequence[RequestPlan], storage: CacheStorage, device: t
         for group in layout.target_groups
         if layout.groups[group].holds_layers
     }
+    recurrent = RecurrentRows(plans, storage, device) if storage.states else None
     if layout.hidden_group in rows:  # h0 lies beside layers of the target
         hidden_slots = rows[layout.hidden_group].slots
     else:
@@ -41,7 +43,7 @@ def target_inputs(plans: Sequence[RequestPlan], storage: CacheStorage, device: t
     return TargetInputs(
         token_ids=torch.tensor(token_ids).to(device),
         positions=torch.cat(positions).to(device),
-        paged=PagedAttention.of_target(storage, rows),
+        paged=PagedAttention.of_target(storage, rows, recurrent=recurrent),
         hidden_slots=hidden_slots,
     )
 

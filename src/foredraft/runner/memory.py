@@ -44,7 +44,7 @@ class CacheDemand:
         with rows further behind; there is room for one of those at a time. n rows that begin and end anywhere lie in at
         most n / block_size + 2 blocks. And nobody holds more than the whole of a longest sequence.
         """
-        size = self.config.block_size
+        size = self.config.block_size * self.layout.groups[number].span
         whole = num_requests * -(-max_model_len // size)
         behind, rebuilt = self.num_rows_behind(number), self._num_rebuilt_rows(number)
         if behind is None or rebuilt is None:
@@ -93,25 +93,27 @@ class CacheDemand:
     def num_bytes(self, most: int) -> int:
         """What the blocks of all groups take if none gets more than `most`."""
         counts = enumerate(self.num_blocks(most))
-        return sum(count * self.config.block_size * self.layout.bytes_per_token(number) for number, count in counts)
+        return sum(count * self.layout.bytes_per_block(number, self.config.block_size) for number, count in counts)
 
     def most_blocks(self, memory_bytes: int) -> int:
         """The largest number of blocks for a group with which all groups fit `memory_bytes`."""
-        smallest = min(self.layout.bytes_per_token(number) for number in range(len(self.layout.groups)))
-        bound = memory_bytes // (smallest * self.config.block_size)
+        groups = range(len(self.layout.groups))
+        smallest = min(self.layout.bytes_per_block(number, self.config.block_size) for number in groups)
+        bound = memory_bytes // smallest
         return bisect_right(range(bound + 1), memory_bytes, key=self.num_bytes) - 1
 
 
 @dataclass(frozen=True)
 class GroupSize:
-    """Blocks of one cache group, the reserved one included, and the bytes that one token takes there.
+    """Blocks of one cache group, the reserved one included: the rows that one covers, and the bytes that it takes.
 
     is_bounded: the group keeps all rows of a sequence, so that its blocks bound the number of tokens.
     """
 
     name: str
     num_blocks: int
-    bytes_per_token: int
+    num_rows: int
+    bytes_per_block: int
     is_bounded: bool
 
 
@@ -141,12 +143,12 @@ class CacheSize:
     @property
     def num_bytes(self) -> int:
         """Memory on the device."""
-        return sum(group.num_blocks * group.bytes_per_token for group in self.groups) * self.block_size
+        return sum(group.num_blocks * group.bytes_per_block for group in self.groups)
 
     @property
     def num_host_bytes(self) -> int:
         """Memory on the host."""
-        return sum(group.bytes_per_token for group in self.groups) * self.num_host_blocks * self.block_size
+        return sum(group.bytes_per_block for group in self.groups) * self.num_host_blocks
 
     def lines(self) -> tuple[str, ...]:
         """The same for people to read: a summary, then a line for each group and one for the host."""
@@ -155,8 +157,8 @@ class CacheSize:
         return (
             f"cache: {what} in {in_units(self.num_bytes)}, sequences of up to {self.max_model_len:,} tokens",
             *(
-                f"  {group.name}: {group.num_blocks:,} blocks of {self.block_size} rows, "
-                f"{group.bytes_per_token:,} bytes a token"
+                f"  {group.name}: {group.num_blocks:,} blocks of {group.num_rows} rows, "
+                f"{group.bytes_per_block // group.num_rows:,} bytes a token"
                 for group in self.groups
             ),
             *([host] if self.num_host_blocks else []),
@@ -176,10 +178,16 @@ def size_cache(demand: CacheDemand, memory_bytes: int | None) -> CacheSize:
     assert most is not None
     _check(demand, most, memory_bytes)
     groups = tuple(
-        GroupSize(group.name, count, layout.bytes_per_token(number), demand.num_rows_behind(number) is None)
+        GroupSize(
+            group.name,
+            count,
+            config.block_size * group.span,
+            layout.bytes_per_block(number, config.block_size),
+            demand.num_rows_behind(number) is None,
+        )
         for number, (group, count) in enumerate(zip(layout.groups, demand.num_blocks(most)))
     )
-    return CacheSize(groups, config.block_size, demand.max_model_len(most), _num_host_blocks(config, layout))
+    return CacheSize(groups, config.block_size, demand.max_model_len(most), _num_host_blocks(demand))
 
 
 def _check(demand: CacheDemand, most: int, memory_bytes: int | None) -> None:
@@ -194,7 +202,7 @@ def _check(demand: CacheDemand, most: int, memory_bytes: int | None) -> None:
     if capacity < 2:
         raise ConfigError(
             f"the cache is too small: {what} hold {capacity} tokens "
-            f"({demand.layout.bytes_per_token() * config.block_size} bytes a block of all groups): {more}"
+            f"({_bytes_of_all(demand)} bytes a block of all groups): {more}"
         )
     if wanted is not None and wanted > capacity and demand.is_bounded:
         raise ConfigError(
@@ -212,6 +220,12 @@ def _check(demand: CacheDemand, most: int, memory_bytes: int | None) -> None:
             )
 
 
+def _bytes_of_all(demand: CacheDemand) -> int:
+    """Of one block of every group."""
+    groups = range(len(demand.layout.groups))
+    return sum(demand.layout.bytes_per_block(number, demand.config.block_size) for number in groups)
+
+
 def _how_to_grow(config: EngineConfig) -> str:
     for name in ("num_blocks", "kv_cache_memory_bytes"):
         if getattr(config, name) is not None:
@@ -219,11 +233,12 @@ def _how_to_grow(config: EngineConfig) -> str:
     return "set a larger kv_cache_memory_bytes or, on a GPU, gpu_memory_utilization"
 
 
-def _num_host_blocks(config: EngineConfig, layout: CacheLayout) -> int:
+def _num_host_blocks(demand: CacheDemand) -> int:
     """As many whole blocks, of all groups, as cpu_cache_gib holds."""
+    config = demand.config
     if not config.cpu_cache_gib:
         return 0
-    bytes_per_block = layout.bytes_per_token() * config.block_size
+    bytes_per_block = _bytes_of_all(demand)
     num_blocks = int(config.cpu_cache_gib * GIB) // bytes_per_block
     if num_blocks < 2:
         raise ConfigError(f"cpu_cache_gib={config.cpu_cache_gib} is less than two blocks of {bytes_per_block} bytes")

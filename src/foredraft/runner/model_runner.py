@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.storage import CacheStorage
+from foredraft.config import Execution
 from foredraft.logprobs import TokenLogprob
 from foredraft.models.draft_head import DraftHead
 from foredraft.models.target import TargetForward, TargetModel
@@ -32,12 +33,13 @@ class RunnerSettings:
     """How a runner decides and drafts. compiler: makes the grammars of requests that ask for one.
 
     resident: makes what runs steady decodes with state on the device, for a given storage; None: every step is run by
-    the host, request by request.
+    the host, request by request. execution: what that is called.
     """
 
     verification: VerificationSettings
     compiler: GrammarCompiler | None = None
     resident: Callable[[CacheStorage], ResidentDecoder] | None = None
+    execution: Execution = "host"
 
 
 DEFAULT_SETTINGS = RunnerSettings(VerificationSettings())
@@ -82,6 +84,11 @@ class ModelRunner:
         """Capture the CUDA graphs that decoding needs most; see `ResidentDecoder.capture`."""
         if self.resident is not None:
             self.resident.capture()
+
+    @property
+    def execution(self) -> Execution:
+        """Who runs decode steps."""
+        return self._settings.execution
 
     @property
     def draft_head(self) -> DraftHead | None:

@@ -181,7 +181,7 @@ class Scheduler:
         depth, params = request.useful_depth, request.params
         num_passes = self._shares.num_passes(depth)
         match = self._cache.match(self._upkeep.findable(request), params.cache_salt, num_passes)
-        request.num_computed_tokens = match.num_rows
+        request.num_computed_tokens = request.num_state_rows = match.num_rows
         request.exact = ExactRows.after_hit(self._limits.num_modules, match.num_module_rows, match.module_depth)
         donor = self._upkeep.donor(request)
         if donor is not None:
@@ -200,7 +200,7 @@ class Scheduler:
             self._shares.ends(request, depth, max(whole, share.end)),
         )
         if not self._cache.admit(request.request_id, params.cache_salt, match, RowDemand(*end, *total)):
-            request.num_computed_tokens = 0
+            request.num_computed_tokens = request.num_state_rows = 0
             request.exact = ExactRows.none(self._limits.num_modules)
             return None
         if request.num_cached_tokens is None:
@@ -236,7 +236,7 @@ class Scheduler:
         self._cache.release(request.request_id)
         self._running.remove(request)
         request.status = RequestStatus.WAITING
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_state_rows = 0
         request.exact = ExactRows.none(self._limits.num_modules)
         self._waiting.add(request)
         self._is_settled = False
@@ -271,6 +271,7 @@ class Scheduler:
 
     def _commit_rows(self, request: Request, plan: RequestPlan) -> None:
         request.num_computed_tokens += len(plan.token_ids)
+        request.num_state_rows = plan.next_state_rows
         if plan.window is not None:
             self._count_rebuilt(request, min(plan.first_row, plan.window.end) - plan.window.start)
             request.exact = request.exact.after_rows(request.num_tokens, plan.window.end, plan.window.depth)
@@ -298,6 +299,7 @@ class Scheduler:
             request.prompt_logprobs = outcome.prompt_logprobs
         # Rows of accepted drafts are computed, the one of the target's own token is not.
         request.num_computed_tokens = min(num_tokens, before + num_accepted)
+        request.num_state_rows = plan.next_state_rows
         request.draft_token_ids = outcome.draft_token_ids
         if outcome.draft_token_ids and plan.window is not None:
             depth = min(len(outcome.draft_token_ids), self._limits.num_modules)

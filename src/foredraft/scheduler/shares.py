@@ -85,6 +85,7 @@ class Shares:
             is_sampling=share.is_sampling,
             blocks=self._cache.block_tables(request.request_id),
             window=self._window_plan(request, share),
+            num_state_rows=request.num_state_rows,
         )
 
     def _window_plan(self, request: Request, share: Share) -> WindowPlan | None:

@@ -74,7 +74,14 @@ class CacheUpkeep:
         blocks back, any depth will do.
         """
         depth = min(1 if is_ending else request.max_depth, self._num_modules)
-        self._cache.publish(request.request_id, request.token_ids, request.num_computed_tokens, request.exact, depth)
+        self._cache.publish(
+            request.request_id,
+            request.token_ids,
+            request.num_computed_tokens,
+            request.exact,
+            depth,
+            request.num_state_rows,
+        )
 
     def retain(self, request: Request, depth: int) -> None:
         """Give back the blocks behind sliding windows that no later step of this request needs."""

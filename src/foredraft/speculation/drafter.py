@@ -134,7 +134,7 @@ class Drafter:
         if not drafting:
             return
         last = hidden.index_select(0, chain.last_rows(rows, drafting))
-        logits = self.head.logits(last)
+        logits = self.head.for_module(rows.module).logits(last)
         ruled = [chain.ruled(w, row, state) for row, w in enumerate(drafting) if (state := rules[w]) is not None]
         if ruled:  # what goes wrong there will go wrong at the target's row, and is reported there
             by_token, _ = apply_rules(self.head.widen(logits, -torch.inf), ruled, is_draft=True)

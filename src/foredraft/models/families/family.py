@@ -3,11 +3,42 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import MtpModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+class NormedHead(nn.Module):
+    """A head that norms its input by itself, where the state before it is passed on without."""
+
+    def __init__(self, norm: nn.Module, linear: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.linear = norm, linear
+
+    @property
+    def weight(self) -> Tensor:
+        """[V, hidden_size]."""
+        weight: Tensor = self.linear.get_parameter("weight")
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[V]."""
+        return getattr(self.linear, "bias", None)
+
+    @property
+    def scale(self) -> Tensor | None:
+        """Of each row, if the head is int8."""
+        return getattr(self.linear, "scale", None)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[R, hidden_size] -> [R, V]."""
+        logits: Tensor = self.linear(self.norm(hidden))
+        return logits
 
 
 class Family:
@@ -16,12 +47,14 @@ class Family:
     model_types: of transformers' configurations. layer_kinds: entries of `layer_types` that run.
     is_chained: a module reads the hidden state of the one before it; otherwise every module reads the target's.
     is_capturable: a pass never waits for a GPU, so that CUDA graphs may hold it.
+    mtp_renames: what checkpoints call parts of a module, to what `MtpModel` does; whole parts of a dotted name.
     """
 
     model_types: ClassVar[frozenset[str]] = frozenset()
     layer_kinds: ClassVar[frozenset[str]] = frozenset({"full_attention", "sliding_attention"})
     is_chained: ClassVar[bool] = True
     is_capturable: ClassVar[bool] = True
+    mtp_renames: ClassVar[Mapping[str, str]] = {}
 
     def model_class(self, config: PreTrainedConfig) -> Any:
         """The class of transformers that runs `config`; None if there is none."""
@@ -38,6 +71,13 @@ class Family:
             return f"{name.__name__} does not have ordinary attention in all layers alike"
         return None
 
+    def prepare(self, text_config: Any, num_modules: int) -> None:
+        """Write into a configuration what it leaves unsaid of its modules, before they are built."""
+
+    def complete(self, modules: MtpModel) -> None:
+        """Replace or add parts of modules that `MtpModel` builds otherwise than they are published; no weight is read
+        yet."""
+
     def adapt(self, model: nn.Module) -> None:
         """Replace the parts of a target, or of its `MtpModel`, that do not run over paged rows as they are."""
 
@@ -46,15 +86,24 @@ class Family:
         head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         return head
 
+    def draft_heads(self, modules: MtpModel) -> Sequence[NormedHead]:
+        """The head of each module, where they have their own; none: they share the target's."""
+        return ()
+
     def mtp_name(self, name: str, num_hidden_layers: int) -> tuple[int, str] | None:
         """The number of the module that a checkpoint's tensor belongs to, and its name in `MtpModel`; None: of none."""
         if match := _NAMED.fullmatch(name):
-            index = match["index"]
-            return (0, match["rest"]) if index is None else (int(index), f"layers.{index}.{match['rest']}")
+            index, rest = match["index"], self._renamed(match["rest"])
+            return (0, rest) if index is None else (int(index), f"layers.{index}.{rest}")
         if (match := _NUMBERED.fullmatch(name)) and int(match["index"]) >= num_hidden_layers:
             index = int(match["index"]) - num_hidden_layers
-            return index, f"layers.{index}.{match['rest']}"
+            return index, f"layers.{index}.{self._renamed(match['rest'])}"
         return None
+
+    def _renamed(self, rest: str) -> str:
+        for part, new_part in self.mtp_renames.items():
+            rest = re.sub(rf"(?<![^.]){re.escape(part)}(?![^.])", new_part, rest)
+        return rest
 
 
 _NUMBERED = re.compile(

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
+from foredraft.models.families.ernie import Ernie
 from foredraft.models.families.family import Family
+from foredraft.models.families.gated_delta import GatedDelta
 from foredraft.models.families.inkling import Inkling
+from foredraft.models.families.latent import Latent
+from foredraft.models.families.longcat import LongCat
+from foredraft.models.families.mimo import MiMo
+from foredraft.models.families.sparse import SharingSparse, Sparse
+from foredraft.models.families.step import Step
 
 ORDINARY = Family()
-FAMILIES: tuple[Family, ...] = (Inkling(),)
+FAMILIES: tuple[Family, ...] = (
+    Inkling(),
+    GatedDelta(),
+    MiMo(),
+    Ernie(),
+    LongCat(),
+    Step(),
+    Latent(),
+    Sparse(),
+    SharingSparse(),
+)
 
 
 def family_of(config: PreTrainedConfig) -> Family:

@@ -188,7 +188,7 @@ def run_drafts(model: ResidentModel, slots: SlotState, mailbox: Mailbox, shape: 
         elif not model.modules.is_chained:
             hidden = of_target
         hidden = _run_pass(step, window, index, module, hidden)
-        chosen = _choose(step, index, _last_rows(hidden, shape.num_lanes), shape.kind)
+        chosen = _choose(step, index, module, _last_rows(hidden, shape.num_lanes), shape.kind)
         decode.record_draft(step.state, step.lanes, window, index, chosen, drafts)
     decode.finish_window(step.state, step.lanes, window)
 
@@ -209,10 +209,10 @@ def _run_pass(step: LaneStep, window: DraftWindow, index: int, module: int, hidd
     return modules.forward(module, rows.token_ids, rows.positions, hidden, paged)
 
 
-def _choose(step: LaneStep, index: int, last: Tensor, kind: SamplingKind) -> Tensor:
-    """Draft number `index` of each lane from the last row of its pass, last [B, H]."""
-    head = step.model.head
-    assert head is not None
+def _choose(step: LaneStep, index: int, module: int, last: Tensor, kind: SamplingKind) -> Tensor:
+    """Draft number `index` of each lane from the last row of its pass, last [B, H], which a module ran."""
+    assert step.model.head is not None
+    head = step.model.head.for_module(module)
     if not kind.is_sampled or step.model.settings.greedy_drafts:
         return head.argmax(last)
     probs = probabilities(head.logits(last), step.sampling(kind, 1))
