@@ -49,11 +49,13 @@ ALLOWED = {
         "cache.block_tables",
         "cache.groups",
         "cache.manager",
+        "cache.storage",
         "engine",
         "foredraft",
         "kernels",
         "models",
         "scheduler",
+        "speculation.drafter",
     },
     "server": {"records", "engine", "foredraft"},
     "cli": {"records", "engine", "foredraft", "bench", "server", "models.loader"},  # of the loader: CheckpointInfo

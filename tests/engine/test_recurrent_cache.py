@@ -104,5 +104,5 @@ def test_states_that_are_not_there_are_no_hit(path: Path) -> None:
 
 @pytest.mark.parametrize("execution", ["overlapped", "synchronous"])
 def test_decodes_on_the_device_are_refused(path: Path, execution: str) -> None:
-    with pytest.raises(ConfigError, match=rf"execution={execution}: recurrent layers, as qwen3_5_text has"):
+    with pytest.raises(ConfigError, match=rf"execution={execution}: recurrent layers, as in qwen3_5_text"):
         make(path, execution=execution)

@@ -289,6 +289,10 @@ def test_one_exact_row_too_many_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 def test_one_exact_row_too_few_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     after_verify = ExactRows.after_verify
     monkeypatch.setattr(ExactRows, "after_verify", lambda self, num_accepted: after_verify(self, num_accepted - 1))
-    with pytest.raises(AssertionError, match="as large as"):  # it shows where the next depth is smaller
-        for seed in range(20):
-            walk(Oracle(), random.Random(seed))
+    with pytest.raises(AssertionError, match="as large as"):
+        walks(20)  # it shows where the next depth is smaller
+
+
+def walks(count: int) -> None:
+    for seed in range(count):
+        walk(Oracle(), random.Random(seed))

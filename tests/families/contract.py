@@ -265,9 +265,7 @@ class Scripted:
         self.model = model
         self.engine: Engine
         self.drafter: RecordingDrafter
-        self.engine, self.drafter = recording_engine(
-            model.loaded, depth, max_num_seqs, **limits, **model.case.settings
-        )
+        self.engine, self.drafter = recording_engine(model.loaded, depth, max_num_seqs, **limits, **model.case.settings)
         self.requests: list[Request] = []
 
     def add(self, prompt: int | Sequence[int], max_tokens: int, **options: Any) -> Request:

@@ -169,7 +169,7 @@ PUBLISHED = {
 class TestBeside(InklingContract):
     """Heads of 8 and 16, a window and an extent shorter than prompts, more rows in the head than tokens."""
 
-    case = FamilyCase("inkling", tiny_inkling, num_modules=8, depths=(1, 8), reference=InklingReference)
+    case = FamilyCase("inkling", tiny_inkling, num_modules=8, depths=(3, 8), reference=InklingReference)
 
     @pytest.mark.parametrize("shift", [1, -1])
     def test_a_wrong_offset_of_positions_is_noticed(
@@ -207,7 +207,7 @@ class TestInside(InklingContract):
             vocab_size=64,
         ),
         num_modules=8,
-        depths=(3, 8),
+        depths=(8,),
         reference=InklingReference,
         module_prefix="model.mtp.layers.{}.".format,
         aliases=PUBLISHED,

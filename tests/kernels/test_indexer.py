@@ -122,3 +122,18 @@ def test_what_nobody_sees_is_not_read() -> None:
 def test_bfloat16_is_scored_in_float32() -> None:
     case = replace(CASE, query=CASE.query.bfloat16(), key_cache=CASE.key_cache.bfloat16())
     case.assert_right(case.chosen(4), 4)
+
+
+def test_lanes_that_take_no_part_are_passed_over() -> None:
+    """Padding of a batch: no rows, and numbers that name none."""
+    case = IndexCase.random((2, 1), (5, 7), (0, 0))
+    lanes = case.lanes
+    padded = replace(
+        lanes,
+        block_tables=torch.cat([lanes.block_tables, torch.zeros_like(lanes.block_tables[:1])]),
+        first_rows=torch.cat([lanes.first_rows, torch.tensor([-1], dtype=torch.int32)]),
+        num_rows=torch.cat([lanes.num_rows, torch.zeros(1, dtype=torch.int32)]),
+        flat_rows=torch.cat([lanes.flat_rows, torch.zeros(1, dtype=torch.int32)]),
+        origins=torch.cat([lanes.origins, torch.zeros(1, dtype=torch.int32)]),
+    )
+    assert torch.equal(replace(case, lanes=padded).chosen(3), case.chosen(3))

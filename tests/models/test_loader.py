@@ -209,8 +209,8 @@ def test_modules_beyond_those_wanted_are_not_read(
     read: list[str] = []
 
     class RecordingFile:
-        def __init__(self, file: Path, framework: str) -> None:
-            self._inner: Any = safe_open(file, framework=framework)
+        def __init__(self, file: Path, framework: str, backend: str) -> None:
+            self._inner: Any = safe_open(file, framework=framework, backend=backend)
 
         def __enter__(self) -> RecordingFile:
             self._inner.__enter__()

@@ -279,11 +279,12 @@ class StaleRowsResult:
                 "num_cycles": stats.num_cycles,
                 "accepted_rates": stats.accepted_rates,
                 "mean_acceptance_length": stats.mean_acceptance_length,
-                "num_rebuilt_rows": stats.num_rebuilt_rows,
             }
             for name, stats in kinds.items()
         }
-        return {"trained": asdict(self.trained), **figures, "is_identical": self.is_identical}
+        num_rebuilt = self.rebuilt.num_rebuilt_rows
+        trained = asdict(self.trained)
+        return {"trained": trained, "num_rebuilt_rows": num_rebuilt, **figures, "is_identical": self.is_identical}
 
 
 def measure_stale_rows(

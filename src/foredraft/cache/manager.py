@@ -195,10 +195,9 @@ class CacheManager:
             if group.retention is None:
                 continue
             row = module_row if number in self.layout.module_groups else target_row
-            index = min(self._first_block(number, row), len(tables.blocks[number]))
-            first = tables.first[number]
+            blocks, first = tables.blocks[number], tables.first[number]
+            index = min(self._first_block(number, row), len(blocks))
             if index > first:
-                blocks = tables.blocks[number]
                 self.pools[number].release(blocks[first:index])
                 blocks[first:index] = [RESERVED_BLOCK] * (index - first)
                 tables.first[number] = index
@@ -249,9 +248,8 @@ class CacheManager:
         tables = self._tables[request_id]
         if not (self.is_shared and tables.is_published):
             return
-        num_blocks = num_rows // self.block_size
-        if num_blocks > len(tables.nodes):
-            self._publish_target(tables, token_ids, num_blocks)
+        if num_rows // self.block_size > len(tables.nodes):
+            self._publish_target(tables, token_ids, num_rows // self.block_size)
         self._publish_states(tables, num_states)
         if depth and exact.num_exact_rows[depth - 1] // self.block_size > tables.num_shared_module_blocks:
             self._publish_modules(tables, token_ids, exact, depth)

@@ -24,6 +24,7 @@ from foredraft.errors import ConfigError
 from foredraft.kernels.decode_ops import decode_kernels_of
 from foredraft.kernels.ops import kernels_of
 from foredraft.models.draft_head import DraftHead
+from foredraft.models.experts import run_every_expert
 from foredraft.models.fingerprint import fingerprint
 from foredraft.models.loader import LoadedModel
 from foredraft.models.mtp import MtpModules
@@ -80,6 +81,8 @@ def _build(
     max_positions = min(
         config.max_model_len or loaded.info.max_position_embeddings, loaded.info.max_position_embeddings
     )
+    if target.device.type == "cuda" and target.dtype is torch.float32 and execution in ("overlapped", "synchronous"):
+        run_every_expert(loaded.target, loaded.mtp)
     if execution != "reference":
         target.fuse(max_positions, is_packed=config.pack_weights)
         if modules is not None and target.fused is not None:
@@ -143,7 +146,7 @@ def _execution(config: EngineConfig, target: TargetModel) -> Execution:
     if target.stored.states:
         if config.execution not in ("auto", "host", "reference"):
             raise ConfigError(
-                f"execution={config.execution}: recurrent layers, as {target.config.model_type} has, are run by the host"
+                f"execution={config.execution}: recurrent layers, as in {target.config.model_type}, are run by the host"
             )
         return "reference" if config.execution == "reference" else "host"
     if target.family.is_capturable:

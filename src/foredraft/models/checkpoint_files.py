@@ -36,6 +36,11 @@ class TensorHeader:
     def num_elements(self) -> int:
         return prod(self.shape)
 
+    @property
+    def dtype_name(self) -> str:
+        """The dtype by torch's name, if that is known."""
+        return _DTYPE_NAMES.get(self.dtype, self.dtype)
+
 
 def resolve_directory(model: str | Path) -> Path:
     """The directory `model` names, or a local snapshot of the hub repository of that id. ModelLoadError if neither."""

@@ -9,17 +9,19 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from safetensors import safe_open
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers import logging as transformers_logging
 from transformers.modeling_layers import MtpModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from foredraft.config import LoadFormat
 from foredraft.errors import ModelLoadError
@@ -293,29 +295,41 @@ def _max_position_embeddings(path: Path, text_config: Any) -> int:
 def _load_target(
     info: CheckpointInfo, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    placement: dict[str, Any] = {} if device.type == "cpu" else {"device_map": {"": device}}
+    family = family_of(config)
+    options: dict[str, Any] = {"dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    if device.type != "cpu":
+        options["device_map"] = {"": device}
     target: PreTrainedModel
     report: dict[str, Any]
     try:
-        target, report = (
-            family_of(config)
-            .auto_class(config)
-            .from_pretrained(
-                info.path,
-                config=config,
-                dtype=dtype,
-                trust_remote_code=False,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **placement,
-            )
-        )
+        if info.dtype == str(dtype).removeprefix("torch."):  # weights may stay in the files, which are mapped
+            auto_class = family.auto_class(config)
+            target, report = auto_class.from_pretrained(info.path, config=config, trust_remote_code=False, **options)
+        else:
+            target, report = _load_converted(info.path, family.model_class(config), config, options)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ModelLoadError(f"{info.path}: transformers cannot load it: {error}") from error
     # Surplus tensors are allowed, as in transformers: MTP modules are some, and towers that a decoder leaves out.
     if problems := describe_problems(report["missing_keys"], (), report["mismatched_keys"]):
         raise ModelLoadError(f"{info.path}: weights do not fit {info.architecture}: {'; '.join(problems)}")
     return target.requires_grad_(False)
+
+
+def _load_converted(
+    path: Path, model_class: Any, config: PreTrainedConfig, options: dict[str, Any]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """As transformers loads a directory, but tensor by tensor: of a mapped file all that was looked at takes memory,
+    until the last weight is converted."""
+    with ExitStack() as stack:
+        tensors: dict[str, Any] = {}
+        for file in weight_files(path):
+            opened = stack.enter_context(safe_open(file, framework="pt", backend="pread"))
+            tensors |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (as in `read_headers`)
+        own = config if isinstance(config, model_class.config_class) else config.get_text_config(decoder=True)
+        target, report = model_class.from_pretrained(None, config=own, state_dict=tensors, **options)
+    if (path / GENERATION_CONFIG_NAME).is_file():
+        target.generation_config = GenerationConfig.from_pretrained(path)
+    return target, report
 
 
 @contextmanager

@@ -186,9 +186,13 @@ def build_mtp_model(
     model = new_mtp_model(target, num_modules, dtype)
     modules = source.modules[:num_modules]
     check_copies(target, (header for module, header in source.copies if module < num_modules))
+    headers = [header for module in modules for header in module.values()]
+    is_converted = any(header.dtype_name != str(dtype).removeprefix("torch.") for header in headers)
     with ExitStack() as stack:
-        files = {header.file for module in modules for header in module.values()}
-        opened = {file: stack.enter_context(safe_open(file, framework="pt")) for file in files}
+        opened = {
+            file: stack.enter_context(safe_open(file, framework="pt", backend="pread" if is_converted else "mmap"))
+            for file in {header.file for header in headers}
+        }
         tensors: dict[str, Any] = {}
         for module in modules:
             for name, header in module.items():

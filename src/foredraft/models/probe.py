@@ -68,9 +68,10 @@ class RowProbe(PagedAttention):
         is_real = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
         return rule(seen, is_real, torch.zeros(1, *sizes, device=rows.device))[0][0]
 
-    def stored(self, num_layers: int, name: str) -> StoredRows:
-        """What layers 0..num_layers-1 store. Raises ModelLoadError if one of them did not attend."""
-        missing = [layer for layer in range(num_layers) if layer not in self.seen and layer not in self.recurring]
+    def stored(self, num_layers: int, name: str, keep_nothing: frozenset[int] = frozenset()) -> StoredRows:
+        """What layers 0..num_layers-1 store. Raises ModelLoadError if one that should keep something did not attend."""
+        known = self.seen.keys() | self.recurring.keys() | keep_nothing
+        missing = [layer for layer in range(num_layers) if layer not in known]
         if missing:
             raise ModelLoadError(f"layers {missing} of {name} keep their state without ordinary attention")
         kv = tuple(self.seen.get(layer, NO_KV) for layer in range(num_layers))

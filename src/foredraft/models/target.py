@@ -108,6 +108,6 @@ class TargetModel:
                 input_ids=token_ids.unsqueeze(0), position_ids=token_ids.unsqueeze(0), use_cache=False, paged=probe
             ).logits[0]
             own = self.logits(hidden)
-            if logits.shape != own.shape or not torch.allclose(logits, own, atol=1e-3, rtol=1e-2):
+            if logits.shape != own.shape or not torch.allclose(logits.float(), own.float(), atol=1e-3, rtol=1e-2):
                 raise ModelLoadError(f"{name} changes its logits after the head (a scale or a cap); not supported yet")
-        return probe.stored(self.config.num_hidden_layers, name)
+        return probe.stored(self.config.num_hidden_layers, name, self.family.layers_that_keep_nothing(self.config))

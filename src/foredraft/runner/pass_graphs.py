@@ -25,6 +25,7 @@ from foredraft.runner.resident.shape import padded
 
 ROW_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Rows that a pass is padded to. With more of them the device takes longer than the host's launches."""
+LARGEST_PASS_GRAPH = ROW_SIZES[-1]
 LANE_SIZES = (1, 2, 4, 8, 16)
 
 _Forward = Callable[[Tensor, Tensor, Tensor, PagedAttention], Tensor]

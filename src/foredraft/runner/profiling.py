@@ -14,6 +14,7 @@ from foredraft.exactness import ExactRows
 from foredraft.plan import RequestPlan, RequestTerms, StepPlan, WindowPlan
 from foredraft.runner.memory import CacheDemand, CacheSize, in_units
 from foredraft.runner.model_runner import ModelRunner
+from foredraft.runner.pass_graphs import LARGEST_PASS_GRAPH
 from foredraft.sampling_params import SamplingParams
 
 GPU_MEMORY_UTILIZATION = 0.9
@@ -113,10 +114,13 @@ def run_largest_steps(
             rows.zero_()  # rows that no step has written are read
     runner = make_runner(storage)
     steps = _LargestSteps(demand, size)
-    prefill = steps.prefill()
-    runner.execute(prefill)
-    for request in prefill.requests:
-        runner.forget(request.request_id)  # others come under the same ids
+    most = config.max_num_batched_tokens
+    # What graphs take is not given back to the allocator, so that it comes on top.
+    for num_rows in (most,) if runner.captured is None else (most, min(most, LARGEST_PASS_GRAPH)):
+        prefill = steps.prefill(num_rows)
+        runner.execute(prefill)
+        for request in prefill.requests:
+            runner.forget(request.request_id)  # others come under the same ids
     for params in (_PARAMS, *((_PLAIN, _FILTERED) if runner.resident is not None else ())):
         steps = replace(steps, params=params)
         drafted = runner.execute(steps.decode([(0,)] * config.max_num_seqs, 0))
@@ -147,10 +151,9 @@ class _LargestSteps:
         """Tokens of a sequence that leave room for a decode, all drafts accepted, and for those drafted after it."""
         return self._max_total_tokens - 2 * (self.demand.max_depth + 1)
 
-    def prefill(self) -> StepPlan:
-        """As many rows as a step may have, the last of as few sequences as may be."""
+    def prefill(self, left: int) -> StepPlan:
+        """So many rows, the last of as few sequences as may be."""
         plans: list[RequestPlan] = []
-        left = self.demand.config.max_num_batched_tokens
         while left and len(plans) < self.demand.config.max_num_seqs:
             num_rows = min(left, self._longest)
             plans.append(self._request(len(plans), (0,) * num_rows, 0, self._longest))
@@ -198,4 +201,5 @@ class _LargestSteps:
             blocks=((1,) * -(-self._max_total_tokens // self.demand.config.block_size),)
             * len(self.demand.layout.groups),
             window=window if self.demand.max_depth else None,
+            num_state_rows=first_row,
         )

@@ -27,6 +27,8 @@ def choose_rows(
     chosen = torch.zeros(num_rows, lanes.block_tables.shape[1] * block_size, dtype=torch.bool, device=query.device)
     columns = torch.stack((lanes.flat_rows, lanes.num_rows, lanes.first_rows, lanes.origins), dim=1)
     for table, (flat_row, num_queries, first_row, origin) in zip(lanes.block_tables, columns.tolist()):
+        if not num_queries:  # the lane takes no part
+            continue
         end = first_row + num_queries
         keys = key_cache.index_select(0, _slots(table, origin, end, block_size)).float()
         step = max(1, _MAX_SCORES // (num_heads * max(1, end - origin)))

@@ -81,6 +81,10 @@ class Family:
     def adapt(self, model: nn.Module) -> None:
         """Replace the parts of a target, or of its `MtpModel`, that do not run over paged rows as they are."""
 
+    def layers_that_keep_nothing(self, text_config: Any) -> frozenset[int]:
+        """Numbers of those target layers that only look at a row itself, as an MLP does."""
+        return frozenset()
+
     def head(self, model: PreTrainedModel) -> nn.Module:
         """What turns h0 [R, hidden_size] to logits [R, V]: a linear layer, or one with a `divisor` of its inputs."""
         head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]

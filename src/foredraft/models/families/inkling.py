@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_layers import MtpModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 from transformers.models.inkling.modeling_inkling import InklingAttention, InklingDecoderLayer, InklingShortConvolution
 
@@ -52,9 +51,6 @@ class Inkling(Family):
             for name, child in list(parent.named_children()):
                 if isinstance(child, InklingDecoderLayer):
                     setattr(parent, name, PagedLayer(child))
-        if isinstance(model, MtpModel):  # `MtpModel` copies the target's embedding, to leave out its norm
-            weight = model.embed_tokens.get_parameter("weight")
-            model.embed_tokens = nn.Embedding.from_pretrained(weight)  # type: ignore[no-untyped-call]
 
     def head(self, model: PreTrainedModel) -> nn.Module:
         config: Any = model.config.get_text_config(decoder=True)

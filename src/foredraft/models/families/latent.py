@@ -104,7 +104,11 @@ class PagedLatentAttention(nn.Module):
         to_key, to_value = self._from_latent()
         query = torch.cat((_by_head(plain, to_key), rotated), dim=-1)
         attended = paged.attend_latent(self.layer_idx, query, latent, value_dim, self._scale, terms)
-        output: Tensor = self.o_proj(_by_head(attended, to_value.transpose(1, 2)).flatten(1))
+        return self.project(hidden, _by_head(attended, to_value.transpose(1, 2)))
+
+    def project(self, hidden: Tensor, heads: Tensor) -> Tensor:
+        """From what the heads have attended to [T, heads, value_dim] to the output [T, hidden_size]."""
+        output: Tensor = self.o_proj(heads.flatten(1))
         return output
 
     def _from_latent(self) -> tuple[Tensor, Tensor]:

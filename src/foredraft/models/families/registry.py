@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
+from foredraft.models.families.bailing import Bailing
 from foredraft.models.families.ernie import Ernie
 from foredraft.models.families.family import Family
 from foredraft.models.families.gated_delta import GatedDelta
@@ -11,6 +12,7 @@ from foredraft.models.families.inkling import Inkling
 from foredraft.models.families.latent import Latent
 from foredraft.models.families.longcat import LongCat
 from foredraft.models.families.mimo import MiMo
+from foredraft.models.families.nemotron import Nemotron
 from foredraft.models.families.sparse import SharingSparse, Sparse
 from foredraft.models.families.step import Step
 
@@ -25,6 +27,8 @@ FAMILIES: tuple[Family, ...] = (
     Latent(),
     Sparse(),
     SharingSparse(),
+    Nemotron(),
+    Bailing(),
 )
 
 
