@@ -400,8 +400,7 @@ FUSED = {"yes": (True, True), "all but the experts": (True, False), "no": (False
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mistral", "GLM-4 MoE", "Mellum"])
 def test_which_architectures_are_fused(tmp_path: Path, kind: str) -> None:
-    table = {name: FUSED[cell] for name, _, cell in rows_after("models.md", "with MTP modules:")}
-    assert list(table) == ["Llama", "Qwen2", "Qwen3", "Mistral", "GLM-4 MoE", "Mellum"]
+    table = {name: FUSED[cell] for name, _, _, cell, _ in rows_after("models.md", "weights of them were at hand.")}
     build = getattr(tiny_models, "tiny_" + kind.lower().replace("-", "").replace(" ", "_"))
     loaded = load_checkpoint(build(tmp_path / "model"), dtype=torch.float32, device=torch.device("cpu"))
     target = TargetModel(loaded.target)

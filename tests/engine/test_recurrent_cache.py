@@ -84,7 +84,7 @@ def test_states_move_to_the_host_and_back(path: Path) -> None:
 
 
 def test_states_outlive_the_process(path: Path, tmp_path: Path) -> None:
-    settings = {"cpu_cache_gib": 0.01, "cache_dir": tmp_path / "kept"}
+    settings: dict[str, Any] = {"cpu_cache_gib": 0.01, "cache_dir": tmp_path / "kept"}
     with make(path, **settings) as llm:
         first = generate(llm, [prompt(30)])
     with make(path, **settings) as llm:

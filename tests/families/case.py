@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -164,7 +165,9 @@ class FamilyModel:
     def target_tensors(self) -> dict[str, Path]:
         """The file of every tensor that the target's layers read."""
         prefixes = tuple(self.case.module_prefix(module) for module in range(self.case.num_modules))
-        return {n: file for n, file in self.tensors().items() if "model.layers." in n and not n.startswith(prefixes)}
+        layers = {n: f for n, f in self.tensors().items() if re.search(r"(model|backbone)\.layers\.", n)}
+        assert layers, "no tensor is named model.layers... or backbone.layers..."
+        return {name: file for name, file in layers.items() if not name.startswith(prefixes)}
 
     def tensors(self) -> dict[str, Path]:
         """The file of every tensor of the checkpoint."""

@@ -375,5 +375,5 @@ def drafts_of(model: FamilyModel, path: Path, depth: int) -> list[tuple[str, int
 def assert_named(name: str, message: str, aliases: Mapping[str, str]) -> None:
     """A message speaks of a tensor, if perhaps as a part of the one that transformers makes of several."""
     last = [part for part in name.split(".") if part not in ("weight", "bias")][-1]
-    words = set(re.findall("[a-z0-9]+", message))
+    words = set(re.findall("[A-Za-z0-9]+", message))
     assert set(aliases.get(last, last).split("_")) <= words, f"{name} is not named: {message}"
