@@ -26,6 +26,8 @@ class AttentionCase:
     scale: float
     window: int | None
     bias: Tensor | None
+    sinks: Tensor | None = None
+    chosen: Tensor | None = None
 
     @classmethod
     def random(
@@ -90,6 +92,20 @@ class AttentionCase:
             bias=None if extent is None else numbers(total, heads, extent),
         )
 
+    def with_sinks(self) -> AttentionCase:
+        """With a sink for each head, large enough to matter."""
+        heads = self.query.shape[1]
+        return replace(self, sinks=torch.linspace(-1, 3, heads).to(self.query))
+
+    def with_chosen(self, share: float = 0.3) -> AttentionCase:
+        """With a random choice of the keys that each row sees; its own is always one of them."""
+        lanes, rng = self.lanes, torch.Generator().manual_seed(1)
+        width = lanes.block_tables.shape[1] * self.block_size
+        chosen = torch.rand(len(self.query), width, generator=rng) < share
+        for flat, count, first, _ in self.spans():
+            chosen[range(flat, flat + count), range(first, first + count)] = True
+        return replace(self, chosen=chosen.to(self.query.device))
+
     @property
     def num_kv_heads(self) -> int:
         return self.key_cache.shape[1] // self.query.shape[2]
@@ -132,7 +148,14 @@ class AttentionCase:
             added = bias.gather(2, distance.clamp(0, extent - 1).unsqueeze(1).expand(-1, heads, -1))
             added = added.masked_fill((distance >= extent).unsqueeze(1), 0.0)
             scores = scores + added.view(count, kv_heads, -1, len(slots)).permute(1, 2, 0, 3)
-        attended = scores.masked_fill(~visible, float("-inf")).softmax(3) @ values
+        if self.chosen is not None:
+            visible &= self.chosen[flat : flat + count, : len(slots)]
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if self.sinks is not None:
+            sinks = self.sinks.double().view(kv_heads, -1, 1, 1).expand(-1, -1, count, -1)
+            scores = torch.cat([scores, sinks], dim=3)
+            values = torch.cat([values, torch.zeros_like(values[:, :, :1])], dim=2)
+        attended = scores.softmax(3) @ values
         return attended.flatten(0, 1).transpose(0, 1)
 
     def poisoned(self) -> AttentionCase:

@@ -41,6 +41,16 @@ CASES = {
     "bfloat16": AttentionCase.random([3, 1], [30, 50], dtype=torch.bfloat16, device=DEVICE),
     "bfloat16, bias": AttentionCase.random([3, 1], [30, 50], extent=9, dtype=torch.bfloat16, device=DEVICE),
 }
+OTHERS = {
+    "sinks": RAGGED.with_sinks(),
+    "sinks, bias, window": CASES["bias, window"].with_sinks(),
+    "sinks, bfloat16": CASES["bfloat16"].with_sinks(),
+    "chosen": RAGGED.with_chosen(),
+    "chosen, origins": CASES["origins"].with_chosen(0.1),
+    "chosen, bias, sinks": CASES["bias"].with_chosen().with_sinks(),
+    "heads of 576": AttentionCase.random([2, 1], [9, 3], head_dim=576, value_dim=512, num_kv_heads=1, device=DEVICE),
+}
+"""What torch's kernel alone computes, on a GPU too."""
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 
@@ -64,7 +74,8 @@ def mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def arguments(case: AttentionCase) -> dict[str, Any]:
-    return {name: getattr(case, name) for name in case.__dataclass_fields__}
+    given = {name: getattr(case, name) for name in case.__dataclass_fields__}
+    return {name: value for name, value in given.items() if value is not None or name in ("window", "bias")}
 
 
 def in_torch(case: AttentionCase) -> Tensor:
@@ -89,6 +100,15 @@ def test_torch_is_right(case: AttentionCase) -> None:
 def test_triton_is_right(case: AttentionCase) -> None:
     output = triton_attention.paged_attention(**arguments(case))
     case.assert_right(output)
+
+
+@pytest.mark.parametrize("case", OTHERS.values(), ids=OTHERS.keys())
+@pytest.mark.parametrize("most", [1 << 26, 400])
+def test_other_terms_are_right(case: AttentionCase, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one piece, and a few rows at a time; Triton's hands them on."""
+    monkeypatch.setattr(torch_attention, "_MAX_SCORES", most)
+    for paged_attention in (torch_attention.paged_attention, triton_attention.paged_attention):
+        case.assert_right(paged_attention(**arguments(case)))
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 5, 9])

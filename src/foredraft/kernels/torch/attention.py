@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from foredraft.kernels.lanes import Lanes
+
+
+_MAX_SCORES = 1 << 26
+"""Numbers added to scores that are held at once, in float32."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,12 @@ def paged_attention(
     for span in _spans(lanes, window):
         sizes = (span.num_rows - 1).bit_length(), (span.num_keys - 1).bit_length()
         groups.setdefault(sizes, []).append(span)
+    is_plain = bias is None and sinks is None and chosen is None
     for spans in groups.values():
-        rectangle = _Rectangle.of(spans, lanes.block_tables, block_size)
-        attended = rectangle.attend(query, key_cache, value_cache, num_kv_heads, scale, window, bias, sinks, chosen)
-        output.index_copy_(0, rectangle.flat_rows.flatten(), attended)
+        whole = _Rectangle.of(spans, lanes.block_tables, block_size)
+        for part in [whole] if is_plain else whole.parts(query.shape[1]):
+            attended = part.attend(query, key_cache, value_cache, num_kv_heads, scale, window, bias, sinks, chosen)
+            output.index_copy_(0, part.flat_rows.flatten(), attended)
     return output
 
 
@@ -103,6 +109,14 @@ class _Rectangle:
             slots=blocks * block_size + read_rows % block_size,
             is_padded=any(span.num_keys < num_keys for span in spans),
         )
+
+    def parts(self, num_heads: int) -> Iterator[_Rectangle]:
+        """The same in runs of query rows, so few that what is added to their scores stays small."""
+        (batch, num_queries), num_keys = self.rows.shape, self.slots.shape[1]
+        step = max(1, _MAX_SCORES // (batch * num_heads * num_keys))
+        for first in range(0, num_queries, step):
+            rows = slice(first, first + step)
+            yield replace(self, flat_rows=self.flat_rows[:, rows], rows=self.rows[:, rows])
 
     def attend(
         self,
