@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from foredraft.kernels.lanes import Lanes
 
-
 _MAX_SCORES = 1 << 26
 """Numbers added to scores that are held at once, in float32."""
 
