@@ -37,7 +37,6 @@ _MAX_CHUNKED_ROWS = 1024
 class Bailing(Latent):
     """inclusionAI's hybrids with Kimi delta attention."""
 
-    model_types: ClassVar[frozenset[str]] = frozenset({"bailing_hybrid"})
     layer_kinds: ClassVar[frozenset[str]] = frozenset({"full_attention", "linear_attention"})
     mtp_renames: ClassVar[Mapping[str, str]] = {"final_layernorm": "post_norm"}
 

@@ -11,7 +11,7 @@ Beyond the rule:
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 from foredraft.models.families.family import Family
 
@@ -21,8 +21,6 @@ _NAMED = re.compile(rf"(?:model\.)?mtp_(?P<part>{'|'.join(_PARTS)})\.(?P<index>\
 
 class Ernie(Family):
     """baidu/ERNIE-4.5-21B-A3B and its kind."""
-
-    model_types: ClassVar[frozenset[str]] = frozenset({"ernie4_5_moe"})
 
     def prepare(self, text_config: Any, num_modules: int) -> None:
         text_config.chain_hidden_post_norm = False

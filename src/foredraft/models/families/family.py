@@ -44,13 +44,12 @@ class NormedHead(nn.Module):
 class Family:
     """One architecture, or several alike. A subclass says what differs, and replaces what cannot run over paged rows.
 
-    model_types: of transformers' configurations. layer_kinds: entries of `layer_types` that run.
+    layer_kinds: entries of `layer_types` that run.
     is_chained: a module reads the hidden state of the one before it; otherwise every module reads the target's.
     is_capturable: a pass never waits for a GPU, so that CUDA graphs may hold it.
     mtp_renames: what checkpoints call parts of a module, to what `MtpModel` does; whole parts of a dotted name.
     """
 
-    model_types: ClassVar[frozenset[str]] = frozenset()
     layer_kinds: ClassVar[frozenset[str]] = frozenset({"full_attention", "sliding_attention"})
     is_chained: ClassVar[bool] = True
     is_capturable: ClassVar[bool] = True

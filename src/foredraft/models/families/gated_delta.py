@@ -38,9 +38,6 @@ _MAX_STEPS = 64
 class GatedDelta(Family):
     """Qwen3-Next, Qwen3.5 and Qwen3.5 MoE."""
 
-    model_types: ClassVar[frozenset[str]] = frozenset(
-        {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
-    )
     layer_kinds: ClassVar[frozenset[str]] = frozenset({"full_attention", "linear_attention"})
     is_capturable: ClassVar[bool] = False
 

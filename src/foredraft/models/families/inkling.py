@@ -33,7 +33,6 @@ from foredraft.models.families.family import Family
 class Inkling(Family):
     """thinkingmachines/Inkling, and its text model alone."""
 
-    model_types: ClassVar[frozenset[str]] = frozenset({"inkling_mm_model", "inkling_text"})
     layer_kinds: ClassVar[frozenset[str]] = frozenset({"hybrid", "hybrid_sliding"})
 
     def model_class(self, config: PreTrainedConfig) -> Any:

@@ -28,7 +28,6 @@ from foredraft.models.families.family import Family
 class Latent(Family):
     """Architectures with latent attention in all layers, the modules' too."""
 
-    model_types: ClassVar[frozenset[str]] = frozenset({"deepseek_v3", "glm4_moe_lite", "sarvam_mla"})
     is_capturable: ClassVar[bool] = False
 
     def refusal(self, config: PreTrainedConfig) -> str | None:

@@ -32,7 +32,6 @@ from foredraft.models.families.latent import Latent, PagedLatentAttention
 class LongCat(Latent):
     """meituan-longcat/LongCat-Flash-Chat."""
 
-    model_types: ClassVar[frozenset[str]] = frozenset({"longcat_flash"})
     mtp_renames: ClassVar[Mapping[str, str]] = {"enorm.m": "enorm", "hnorm.m": "hnorm", "transformer_layer.mlp": "mlp"}
 
     def auto_class(self, config: PreTrainedConfig) -> Any:

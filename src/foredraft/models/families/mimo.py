@@ -21,7 +21,6 @@ from foredraft.models.families.family import Family
 class MiMo(Family):
     """XiaomiMiMo/MiMo-V2-Flash."""
 
-    model_types: ClassVar[frozenset[str]] = frozenset({"mimo_v2_flash"})
     is_chained: ClassVar[bool] = False
     is_capturable: ClassVar[bool] = False
     mtp_renames: ClassVar[Mapping[str, str]] = {

@@ -40,7 +40,6 @@ _AROUND_BLOCKS = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "fin
 class Nemotron(Family):
     """NVIDIA's hybrids, whose layers are of one part each."""
 
-    model_types: ClassVar[frozenset[str]] = frozenset({"nemotron_h"})
     layer_kinds: ClassVar[frozenset[str]] = frozenset({"full_attention", "linear_attention"}) | _STATELESS
     is_capturable: ClassVar[bool] = False
 

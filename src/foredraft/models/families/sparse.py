@@ -32,7 +32,6 @@ from foredraft.models.families.latent import PagedLatentAttention, turned
 class Sparse(Family):
     """DeepSeek-V3.2, whose indexers turn halves."""
 
-    model_types: ClassVar[frozenset[str]] = frozenset({"deepseek_v32"})
     layer_kinds: ClassVar[frozenset[str]] = frozenset({"indexed_attention"})
     is_capturable: ClassVar[bool] = False
 
@@ -47,8 +46,6 @@ class Sparse(Family):
 
 class SharingSparse(Sparse):
     """GLM-5, whose indexers turn pairs, and whose layers may share the choice of the one before."""
-
-    model_types: ClassVar[frozenset[str]] = frozenset({"glm_moe_dsa"})
 
     def refusal(self, config: PreTrainedConfig) -> str | None:
         text_config: Any = config.get_text_config(decoder=True)

@@ -30,7 +30,6 @@ SLIDING = "sliding_attention"
 class Step(Family):
     """stepfun-ai/Step-3.7-Flash."""
 
-    model_types: ClassVar[frozenset[str]] = frozenset({"step3p7", "step3p5"})
     mtp_renames: ClassVar[Mapping[str, str]] = {
         "transformer.shared_head.norm": "post_norm",
         "transformer.shared_head.output": "own_head",
