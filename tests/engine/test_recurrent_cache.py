@@ -106,3 +106,33 @@ def test_states_that_are_not_there_are_no_hit(path: Path) -> None:
 def test_decodes_on_the_device_are_refused(path: Path, execution: str) -> None:
     with pytest.raises(ConfigError, match=rf"execution={execution}: recurrent layers, as in qwen3_5_text"):
         make(path, execution=execution)
+
+
+@pytest.mark.parametrize("length", range(5, 21))
+def test_equal_requests_that_push_each_other_out(path: Path, length: int) -> None:
+    """One comes back with pending drafts when the other has published all of its rows: nothing is to be replayed."""
+    params = SamplingParams(max_tokens=96 - length, ignore_eos=True)
+    llm = make(path, num_blocks=26, max_num_seqs=3, state_interval=4)
+    outputs = generate(llm, [prompt(length)] * 2, params)
+    assert tokens(outputs) == tokens(generate(make(path, 0, enable_prefix_caching=False), [prompt(length)] * 2, params))
+
+
+def test_chats_find_more_states_than_requests_run(path: Path) -> None:
+    """Inputs of recurrent layers that no hit can need do not push out those that one can."""
+    llm = make(path, 0, num_blocks=400, max_num_seqs=4, max_model_len=None, state_interval=16)
+    prompts = [prompt(60, seed=seed) for seed in range(4)]
+    generate(llm, prompts)
+    again = generate(llm, [[*text, *prompt(5, seed=9)] for text in prompts])
+    assert [output.num_cached_tokens for output in again] == [48] * 4
+
+
+def test_states_take_no_more_memory_than_rows(path: Path) -> None:
+    """64 requests could use more; what one needs at least is less than that here."""
+    limits: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 256, "max_model_len": None}
+    llm = make(path, num_blocks=None, kv_cache_memory_bytes=1 << 21, **limits)
+    layout, counts = llm.engine.cache.layout, llm.cache_size.num_blocks
+    sizes = [count * layout.bytes_per_block(number, 4) for number, count in enumerate(counts)]
+    recurrent = sum(sizes[number] for number in layout.recurrent_groups)
+    assert 0.4 * sum(sizes) < recurrent <= 0.5 * sum(sizes)
+    assert llm.cache_size.max_model_len == 256
+    generate(llm, [prompt(30, seed=seed) for seed in range(6)])

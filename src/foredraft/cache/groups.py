@@ -253,6 +253,26 @@ class CacheLayout:
         """Number of the group that holds states of recurrent layers, where there are any."""
         return next((number for number, group in enumerate(self.groups) if group.states), None)
 
+    def can_be_found(self, number: int, index: int, block_size: int) -> bool:
+        """Whether a prefix hit can need block `index` of a group that has a block for each node of the index.
+
+        Where there are states, a hit ends with one of them, and needs of a window only what lies before that.
+        """
+        if self.state_group is None:
+            return True
+        size = block_size * self.groups[self.state_group].span
+        end = (index * block_size // size + 1) * size
+        return number != self.state_group and self.groups[number].first_kept_row(end) // block_size <= index
+
+    @cached_property
+    def recurrent_groups(self) -> tuple[int, ...]:
+        """Numbers of the groups that hold the states of recurrent layers, and the inputs that are replayed."""
+        return tuple(
+            number
+            for number, group in enumerate(self.groups)
+            if group.states or any(shape.is_replayed for shape in group.inputs)
+        )
+
     def stored(self, owner: Owner) -> StoredRows:
         """What the target, or its modules, store for a row."""
         inputs = tuple(one for group in self.groups if group.owner is owner for one in group.inputs)

@@ -275,7 +275,7 @@ class CacheManager:
             tokens = tuple(token_ids[index * size : (index + 1) * size])
             tables.nodes.append(self._index.child(parent, tables.salt, tokens))
             for group in self.layout.target_groups:
-                if group != self.layout.state_group:
+                if self.layout.can_be_found(group, index, size):
                     self._offer(tables, group, index, (group, ()))
         tables.nodes[-1].num_users += 1
         if last is not None:

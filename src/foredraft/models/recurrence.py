@@ -7,7 +7,7 @@ nothing is rolled back, and no state is kept for every row: it may be tens of me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -65,12 +65,20 @@ class RecurrentRows:
         self._flat_rows = torch.tensor([end - len(plan.token_ids) for end, plan in zip(ends, plans)])
         self._num_rows = ends[-1]
         runs = [_runs(plan, plan.blocks[group], size) for plan in plans]
-        self._stages = [self._stage(number, runs) for number in range(max(map(len, runs)))]
+        self._stages = [stage for number in range(max(map(len, runs))) for stage in self._stages_of(number, runs)]
         self._tables = self._input_tables(plans, storage)
         self._seen: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
-    def _stage(self, number: int, runs: Sequence[Sequence[_Run]]) -> _Stage:
-        chosen = [index for index, own in enumerate(runs) if len(own) > number]
+    def _stages_of(self, number: int, runs: Sequence[Sequence[_Run]]) -> Iterator[_Stage]:
+        """The same run of all requests, those of about one length together, so that less than half is padding."""
+        by_length: dict[int, list[int]] = {}
+        for index, own in enumerate(runs):
+            if len(own) > number:
+                length = own[number].end - own[number].first
+                by_length.setdefault((length - 1).bit_length(), []).append(index)
+        return (self._stage(number, runs, chosen) for chosen in by_length.values())
+
+    def _stage(self, number: int, runs: Sequence[Sequence[_Run]], chosen: Sequence[int]) -> _Stage:
         own = [runs[index][number] for index in chosen]
         first, end = torch.tensor([(run.first, run.end) for run in own]).unsqueeze(2).unbind(1)
         rows = first + torch.arange(int((end - first).max()))
@@ -134,5 +142,5 @@ def _runs(plan: RequestPlan, table: Sequence[int], size: int) -> list[_Run]:
     block of `size` rows, and the last committed one."""
     begin, committed, end = plan.num_state_rows, plan.next_state_rows, plan.first_row + len(plan.token_ids)
     cuts = [begin, *range((begin // size + 1) * size, committed, size), committed]
-    runs = [_Run(first, last, table[(last - 1) // size]) for first, last in pairwise(cuts)]
+    runs = [_Run(first, last, table[(last - 1) // size]) for first, last in pairwise(cuts) if first < last]
     return runs if end == committed else [*runs, _Run(committed, end, None)]

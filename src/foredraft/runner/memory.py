@@ -69,8 +69,20 @@ class CacheDemand:
 
     def num_blocks(self, most: int) -> tuple[int, ...]:
         """The blocks of each group if none gets more than `most`."""
-        useful = (self.num_useful_blocks(number, self.max_model_len(most)) for number in range(len(self.layout.groups)))
-        return tuple(most if count is None else min(most, count) for count in useful)
+        max_model_len = self.max_model_len(most)
+        useful = (self.num_useful_blocks(number, max_model_len) for number in range(len(self.layout.groups)))
+        counts = [most if count is None else min(most, count) for count in useful]
+        recurrent = self.layout.recurrent_groups
+        # A state is as large as thousands of rows. All of them together take no more memory than the rows do.
+        rows_bytes = sum(self._bytes(number, count) for number, count in enumerate(counts) if number not in recurrent)
+        for number in recurrent:
+            affordable = rows_bytes // (len(recurrent) * self._bytes(number, 1))
+            least = 1 + self.num_held_blocks(number, 1, max_model_len)
+            counts[number] = min(counts[number], max(least, affordable))
+        return tuple(counts)
+
+    def _bytes(self, number: int, count: int) -> int:
+        return count * self.layout.bytes_per_block(number, self.config.block_size)
 
     def max_model_len(self, most: int) -> int:
         """The longest sequence that is admitted if groups get `most` blocks: what was asked, else all that fits.
@@ -92,8 +104,7 @@ class CacheDemand:
 
     def num_bytes(self, most: int) -> int:
         """What the blocks of all groups take if none gets more than `most`."""
-        counts = enumerate(self.num_blocks(most))
-        return sum(count * self.layout.bytes_per_block(number, self.config.block_size) for number, count in counts)
+        return sum(self._bytes(number, count) for number, count in enumerate(self.num_blocks(most)))
 
     def most_blocks(self, memory_bytes: int) -> int:
         """The largest number of blocks for a group with which all groups fit `memory_bytes`."""

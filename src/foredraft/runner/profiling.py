@@ -90,8 +90,8 @@ def profile_memory(
         ) from error
     peak = torch.cuda.max_memory_reserved(device)
     # Each of the cache's tensors may take up to one unit more than its size.
-    num_inputs = sum(len(group.inputs) for group in layout.groups)
-    num_tensors = 1 + 2 * (len(layout.target) + len(layout.modules)) + num_inputs
+    num_others = sum(len(group.inputs) + len(group.states) for group in layout.groups)
+    num_tensors = 1 + 2 * (len(layout.target) + len(layout.modules)) + num_others
     # Others are measured last: kernels that the steps were the first to use have been loaded.
     return replace(measure_memory(device), peak_bytes=peak - num_bytes + num_tensors * _ALLOCATION_UNIT)
 
