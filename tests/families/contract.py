@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from families.case import FamilyCase, FamilyModel, load
 from families.histories import FEW, Machines
 from hypothesis.stateful import run_state_machine_as_test
 from reference import RecordingDrafter, recording_engine
+from safetensors.torch import load_file, save_file
 from scripted import finish
 from torch import Tensor
 
@@ -222,6 +224,21 @@ class FamilyContract:
                 load(path)
             assert_named(name, str(error.value), self.case.aliases)
             assert load(path, num_modules=0).mtp is None
+
+    def test_stored_in_bfloat16(self, model: FamilyModel, tmp_path: Path) -> None:
+        """As published; converted to float32 while it is read, it is what it was."""
+        found = []
+        for dtype in (torch.bfloat16, torch.float32):
+            path = tmp_path / str(dtype)
+            shutil.copytree(model.path, path)
+            for file in path.glob("*.safetensors"):
+                tensors = {name: tensor.bfloat16().to(dtype) for name, tensor in load_file(file).items()}
+                save_file(tensors, file, metadata={"format": "pt"})
+            loaded = load(path)
+            assert loaded.mtp is not None
+            found.append({**loaded.target.state_dict(), **loaded.mtp.state_dict(prefix="mtp.")})
+        assert found[0].keys() == found[1].keys()
+        assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
 
     def test_a_missing_tensor_of_the_target_is_named(self, model: FamilyModel, tmp_path: Path) -> None:
         tensors = model.target_tensors()

@@ -112,6 +112,7 @@ def test_a_list_is_read_as_it_is(tmp_path: Path) -> None:
 def test_the_order_of_tokens() -> None:
     assert frequent_tokens([5, 2, 9], 7, 50, always=[8, 2]).tolist() == [2, 8, 5, 9, 0, 1, 3]
     assert frequent_tokens([5, 2, 9], 1, 50, always=[]).tolist() == [5]
+    assert frequent_tokens([5, 2, 9], 2, 50, always=[50, 3]).tolist() == [3, 5], "an end beyond the head is none"
     with pytest.raises(ConfigError, match="draft_vocab has token id 50, but the model has 50 token ids"):
         frequent_tokens([5, 50], 1, 50, always=[])
 

@@ -68,12 +68,13 @@ NO_KV = KVShape(0, 0, 0, None)
 class StoredRows:
     """All that a target or its modules store for a row: `kv` of each layer or module, and what else some keep.
 
-    states: of recurrent layers, not for every row.
+    states: of recurrent layers, not for every row. waits: on a GPU, something in a pass waits for the device.
     """
 
     kv: tuple[KVShape, ...] = ()
     inputs: tuple[InputShape, ...] = ()
     states: tuple[StateShape, ...] = ()
+    waits: bool = False
 
     @property
     def windows(self) -> frozenset[int | None]:

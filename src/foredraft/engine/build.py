@@ -100,7 +100,7 @@ def _build(
             decode_kernels_of(target.device),
         )
         max_blocks = -(-max_positions // config.block_size) + 1
-        use_graphs = config.cuda_graphs != "off" and target.family.is_capturable
+        use_graphs = config.cuda_graphs != "off" and target.is_capturable
         return ResidentDecoder(model, config.max_num_seqs, max_depth, max_blocks, use_graphs=use_graphs)
 
     is_resident = execution in ("overlapped", "synchronous") and drafter_type is Drafter
@@ -149,7 +149,7 @@ def _execution(config: EngineConfig, target: TargetModel) -> Execution:
                 f"execution={config.execution}: recurrent layers, as in {target.config.model_type}, are run by the host"
             )
         return "reference" if config.execution == "reference" else "host"
-    if target.family.is_capturable:
+    if target.is_capturable:
         return config.execution_on(target.device.type)
     if config.cuda_graphs == "at-start":
         raise ConfigError(f"cuda_graphs=at-start: passes of {target.config.model_type} wait for the GPU; set it to off")

@@ -163,7 +163,7 @@ class PagedAttention:
         earlier = self._earlier.get(id(group))
         if earlier is None:
             earlier = self._earlier[id(group)] = earlier_rows(group.lanes, len(rows), window - 1, self.block_size)
-        before = stored.index_select(0, earlier.slots.flatten()).view(len(rows), window - 1, -1)
+        before = stored.index_select(0, earlier.slots.flatten()).view(len(rows), window - 1, stored.shape[1])
         before = torch.where(earlier.exists.unsqueeze(2), before, before.new_zeros(()))
         return torch.cat((before, rows.to(stored.dtype).unsqueeze(1)), dim=1)
 
@@ -267,10 +267,12 @@ def _paged_attention_forward(
     unknown = [name for name in ("softcap", "position_bias") if kwargs.get(name) is not None]
     if unknown:
         raise ModelLoadError(f"{type(module).__name__} uses {', '.join(unknown)}, which Foredraft does not run yet")
+    if not getattr(module, "is_causal", True):
+        raise ModelLoadError(f"{type(module).__name__} looks ahead: only decoders run")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     terms = PLAIN if s_aux is None else ScoreTerms(sinks=s_aux)
     layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
-    return paged.attend(layer_idx, query, key, value, scale, sliding_window, terms), None
+    return paged.attend(layer_idx, query, key, value, scale, sliding_window, terms).contiguous(), None
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

@@ -37,6 +37,13 @@ class TensorHeader:
         return prod(self.shape)
 
     @property
+    def is_packed(self) -> bool:
+        """Whether these are weights that a cast alone would turn into wrong ones; masks and counts are none."""
+        return self.dtype.startswith(("F8", "F4")) or (
+            self.dtype in ("I8", "U8", "I32") and self.name.endswith("weight")
+        )
+
+    @property
     def dtype_name(self) -> str:
         """The dtype by torch's name, if that is known."""
         return _DTYPE_NAMES.get(self.dtype, self.dtype)

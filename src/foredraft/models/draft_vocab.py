@@ -85,7 +85,8 @@ def frequent_tokens(ranking: Iterable[int], num_tokens: int, vocab_size: int, al
     ranking = list(ranking)
     if too_large := [token_id for token_id in ranking if token_id >= vocab_size]:
         raise ConfigError(f"draft_vocab has token id {too_large[0]}, but the model has {vocab_size} token ids")
-    order = dict.fromkeys((*sorted(always), *ranking, *range(vocab_size)))
+    ends = sorted(token_id for token_id in always if token_id < vocab_size)  # configurations name some beyond the head
+    order = dict.fromkeys((*ends, *ranking, *range(vocab_size)))
     return torch.tensor(list(order)[:num_tokens], dtype=torch.int64)
 
 

@@ -167,6 +167,10 @@ def _examine(
     if source is not None and not source.modules:  # nothing but copies of the embedding or head
         source = None
     target_headers = {name: header for name, header in headers.items() if inside is None or name not in inside.owned}
+    if packed := [header for header in target_headers.values() if header.is_packed]:
+        raise ModelLoadError(
+            f"{packed[0].file}: {packed[0].name} is stored as {packed[0].dtype}; quantized checkpoints do not run yet"
+        )
     if missing := missing_experts(target_headers):
         raise ModelLoadError(f"{path}: weights do not fit {architecture}: missing: {listed(missing)}")
     is_tied = bool(getattr(text_config, "tie_word_embeddings", False))

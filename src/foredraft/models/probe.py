@@ -10,6 +10,7 @@ from torch import Tensor
 from foredraft.cache.groups import NO_KV, InputShape, KVShape, StateShape, StoredRows
 from foredraft.cache.storage import InputName
 from foredraft.errors import ModelLoadError
+from foredraft.kernels.ops import MAX_HEAD_DIM
 from foredraft.models.attention import PLAIN, RECURRENT, PagedAttention, ScoreTerms
 from foredraft.models.recurrence import Rule
 
@@ -21,6 +22,7 @@ class RowProbe(PagedAttention):
     seen: dict[int, KVShape] = field(default_factory=dict)
     kept: dict[InputName, InputShape] = field(default_factory=dict)
     recurring: dict[int, StateShape] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)
 
     @classmethod
     def new(cls, positions: Tensor) -> RowProbe:
@@ -37,14 +39,23 @@ class RowProbe(PagedAttention):
         terms: ScoreTerms = PLAIN,
     ) -> Tensor:
         fold = query.shape[1] // key.shape[1]
+        self._first_time(layer_idx)
+        if terms.sinks is not None or query.shape[3] > MAX_HEAD_DIM:
+            self.waiting.add(layer_idx)
         self.seen[layer_idx] = KVShape(key.shape[1], key.shape[3], value.shape[3], window, fold)
         return value.new_ones(1, query.shape[2], query.shape[1], value.shape[3])
 
     def attend_latent(
         self, layer_idx: int, query: Tensor, latent: Tensor, value_dim: int, scale: float, terms: ScoreTerms = PLAIN
     ) -> Tensor:
+        self._first_time(layer_idx)
         self.seen[layer_idx] = KVShape(1, latent.shape[1], value_dim, None, query.shape[1], is_latent=True)
         return latent.new_ones(*query.shape[:2], value_dim)
+
+    def _first_time(self, layer_idx: int) -> None:
+        """A second call of a layer in one pass would write over the rows of the first, which later rows need."""
+        if layer_idx in self.seen:
+            raise ModelLoadError(f"layer {layer_idx} attends more than once in a pass: not an ordinary attention")
 
     def store_input(self, layer_idx: int, name: str, rows: Tensor, window: int | None) -> Tensor:
         self.kept[layer_idx, name] = InputShape(layer_idx, name, rows.shape[1], window)
@@ -75,4 +86,4 @@ class RowProbe(PagedAttention):
         if missing:
             raise ModelLoadError(f"layers {missing} of {name} keep their state without ordinary attention")
         kv = tuple(self.seen.get(layer, NO_KV) for layer in range(num_layers))
-        return StoredRows(kv, tuple(self.kept.values()), tuple(self.recurring.values()))
+        return StoredRows(kv, tuple(self.kept.values()), tuple(self.recurring.values()), bool(self.waiting))

@@ -55,6 +55,11 @@ class TargetModel:
             self._head = pack(self._head)
 
     @property
+    def is_capturable(self) -> bool:
+        """Whether CUDA graphs may hold a pass: nothing in it waits for the device."""
+        return self.family.is_capturable and not self.stored.waits
+
+    @property
     def hidden_size(self) -> int:
         return int(self.config.hidden_size)
 
@@ -105,9 +110,14 @@ class TargetModel:
         with torch.inference_mode():
             hidden = self.forward(token_ids, token_ids, probe)
             logits = self.model(
-                input_ids=token_ids.unsqueeze(0), position_ids=token_ids.unsqueeze(0), use_cache=False, paged=probe
+                input_ids=token_ids.unsqueeze(0),
+                position_ids=token_ids.unsqueeze(0),
+                use_cache=False,
+                paged=replace(RowProbe.new(token_ids), dtype=self._attention_dtype),
             ).logits[0]
             own = self.logits(hidden)
+            if not bool(own.isfinite().all()):
+                raise ModelLoadError(f"{name} has logits that are not finite (NaN or infinity): damaged weights?")
             if logits.shape != own.shape or not torch.allclose(logits.float(), own.float(), atol=1e-3, rtol=1e-2):
                 raise ModelLoadError(f"{name} changes its logits after the head (a scale or a cap); not supported yet")
         return probe.stored(self.config.num_hidden_layers, name, self.family.layers_that_keep_nothing(self.config))

@@ -19,9 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from foredraft.kernels.lanes import Lanes
+from foredraft.kernels.ops import MAX_HEAD_DIM
 from foredraft.kernels.torch.attention import paged_attention as torch_attention
-
-MAX_HEAD_DIM = 256
 
 _LOG2_E = math.log2(math.e)
 _MAX_SPLITS = 64

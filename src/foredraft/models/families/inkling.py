@@ -43,7 +43,8 @@ class Inkling(Family):
         return AutoModelForCausalLM if _is_text(config) else AutoModelForMultimodalLM
 
     def refusal(self, config: PreTrainedConfig) -> str | None:
-        return None
+        text_config: Any = config.get_text_config(decoder=True)
+        return None if text_config.n_shared_experts else "n_shared_experts must be at least 1"
 
     def adapt(self, model: nn.Module) -> None:
         for parent in list(model.modules()):

@@ -34,6 +34,9 @@ class LongCat(Latent):
 
     mtp_renames: ClassVar[Mapping[str, str]] = {"enorm.m": "enorm", "hnorm.m": "hnorm", "transformer_layer.mlp": "mlp"}
 
+    def model_class(self, config: PreTrainedConfig) -> Any:
+        return LongCatForCausalLM
+
     def auto_class(self, config: PreTrainedConfig) -> Any:
         return LongCatForCausalLM
 
