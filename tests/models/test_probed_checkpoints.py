@@ -55,7 +55,6 @@ def test_sinks_are_known_to_wait_for_a_gpu(tmp_path: Path) -> None:
         "intermediate_size": 32,
         "num_hidden_layers": 2,
         "vocab_size": 64,
-        "head_dim": 8,
     }
     config = AutoConfig.for_model(
         "gpt_oss",

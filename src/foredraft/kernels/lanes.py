@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+MAX_HEAD_DIM = 256
+"""Of the Triton kernel of attention. With larger heads, with sinks or with chosen keys it is torch's, which waits."""
+
 
 @dataclass(frozen=True)
 class Lanes:

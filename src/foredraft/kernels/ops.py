@@ -10,8 +10,6 @@ from torch import Tensor
 
 from foredraft.kernels.lanes import Lanes
 
-MAX_HEAD_DIM = 256
-"""Of the Triton kernel of attention. With larger heads, with sinks or with chosen keys it is torch's, which waits."""
 KernelsName = Literal["torch", "triton"]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from foredraft.cache.groups import NO_KV, InputShape, KVShape, StateShape, StoredRows
 from foredraft.cache.storage import InputName
 from foredraft.errors import ModelLoadError
-from foredraft.kernels.ops import MAX_HEAD_DIM
+from foredraft.kernels.lanes import MAX_HEAD_DIM
 from foredraft.models.attention import PLAIN, RECURRENT, PagedAttention, ScoreTerms
 from foredraft.models.recurrence import Rule
 

@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foredraft.kernels.lanes import Lanes
-from foredraft.kernels.ops import MAX_HEAD_DIM
+from foredraft.kernels.lanes import MAX_HEAD_DIM, Lanes
 from foredraft.kernels.torch.attention import paged_attention as torch_attention
 
 _LOG2_E = math.log2(math.e)
