@@ -1,12 +1,8 @@
 from __future__ import annotations
 
 import pytest
-
-# Before they are imported, so that what fails there is explained as in a test.
-pytest.register_assert_rewrite("families.case", "families.contract", "families.histories")
-
-from families.case import FamilyModel  # noqa: E402
-from families.histories import Machines  # noqa: E402
+from families.case import FamilyModel
+from families.histories import Machines
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
