@@ -12,10 +12,10 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read by Triton when it is first imported, which transformers' models do
 
+from foredraft import LLM
+
 # Before they are imported, so that what fails there is explained as in a test.
 pytest.register_assert_rewrite("families.case", "families.contract", "families.histories")
-
-from foredraft import LLM
 
 # No deadline: the time of one example says nothing about it where models run on however many cores there are.
 settings.register_profile("foredraft", deadline=None, print_blob=True)
