@@ -119,11 +119,14 @@ def test_equal_requests_that_push_each_other_out(path: Path, length: int) -> Non
 
 def test_chats_find_more_states_than_requests_run(path: Path) -> None:
     """Inputs of recurrent layers that no hit can need do not push out those that one can."""
-    llm = make(path, 0, num_blocks=400, max_num_seqs=4, max_model_len=None, state_interval=16)
-    prompts = [prompt(60, seed=seed) for seed in range(4)]
-    generate(llm, prompts)
-    again = generate(llm, [[*text, *prompt(5, seed=9)] for text in prompts])
-    assert [output.num_cached_tokens for output in again] == [48] * 4
+    llm = make(
+        path, 1, state_interval=64, num_blocks=2000, max_num_seqs=4, max_model_len=256, max_num_batched_tokens=32
+    )
+    prompts, params = [prompt(200, seed=seed) for seed in range(4)], SamplingParams(max_tokens=4, ignore_eos=True)
+    for text in prompts:
+        generate(llm, [text], params)
+    again = [generate(llm, [text], params)[0].num_cached_tokens for text in prompts]
+    assert again == [192] * 4
 
 
 def test_states_take_no_more_memory_than_rows(path: Path) -> None:

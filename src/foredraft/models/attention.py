@@ -199,8 +199,8 @@ class PagedAttention:
             return self._attend(layer_idx, query.to(self.dtype), scale, terms).to(query.dtype)
         kv, rows = self.kv[layer_idx], self.rows[layer_idx]
         groups = rows.attention
-        kernels = self.kernels or kernels_of(query.device)
         if terms is not PLAIN or isinstance(groups, Lanes):
+            kernels = self.kernels or kernels_of(query.device)
             return kernels.paged_attention(
                 query.contiguous(), kv.key, kv.value, rows.lanes, self.block_size, scale, rows.window, *terms
             )

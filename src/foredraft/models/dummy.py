@@ -108,7 +108,8 @@ def build_mtp(target: PreTrainedModel, num_modules: int, dtype: torch.dtype, dev
 def _new_target(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     try:
         with device:
-            target: PreTrainedModel = family_of(config).auto_class(config).from_config(config, dtype=dtype)
+            family = family_of(config)
+            target: PreTrainedModel = family.model_class(config)._from_config(family.own_config(config), dtype=dtype)
     except Exception as error:  # transformers checks little of what a configuration says
         reason = described(error)
         raise ModelLoadError(f"transformers cannot build a {config.model_type} from config.json: {reason}") from error

@@ -300,6 +300,7 @@ def _load_target(
     info: CheckpointInfo, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
     family = family_of(config)
+    model_class = family.model_class(config)
     options: dict[str, Any] = {"dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
     if device.type != "cpu":
         options["device_map"] = {"": device}
@@ -307,10 +308,9 @@ def _load_target(
     report: dict[str, Any]
     try:
         if info.dtype == str(dtype).removeprefix("torch."):  # weights may stay in the files, which are mapped
-            auto_class = family.auto_class(config)
-            target, report = auto_class.from_pretrained(info.path, config=config, trust_remote_code=False, **options)
+            target, report = model_class.from_pretrained(info.path, config=family.own_config(config), **options)
         else:
-            target, report = _load_converted(info.path, family.model_class(config), config, options)
+            target, report = _load_converted(info.path, model_class, family.own_config(config), options)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ModelLoadError(f"{info.path}: transformers cannot load it: {error}") from error
     # Surplus tensors are allowed, as in transformers: MTP modules are some, and towers that a decoder leaves out.
@@ -329,8 +329,7 @@ def _load_converted(
         for file in weight_files(path):
             opened = stack.enter_context(safe_open(file, framework="pt", backend="pread"))
             tensors |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (as in `read_headers`)
-        own = config if isinstance(config, model_class.config_class) else config.get_text_config(decoder=True)
-        target, report = model_class.from_pretrained(None, config=own, state_dict=tensors, **options)
+        target, report = model_class.from_pretrained(None, config=config, state_dict=tensors, **options)
     if (path / GENERATION_CONFIG_NAME).is_file():
         target.generation_config = GenerationConfig.from_pretrained(path)
     return target, report

@@ -95,8 +95,8 @@ class RecurrentRows:
 
     def _input_tables(self, plans: Sequence[RequestPlan], storage: CacheStorage) -> Tensor:
         """Block tables of the group that holds the inputs, [requests, blocks]."""
-        groups = storage.layout.groups
-        number = next(n for n, group in enumerate(groups) if any(shape.is_replayed for shape in group.inputs))
+        layout = storage.layout
+        number = next(number for number in layout.recurrent_groups if number != layout.state_group)
         tables = [torch.tensor(plan.blocks[number]) for plan in plans]
         return torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).to(self._device)
 

@@ -12,6 +12,7 @@ Beyond the rule:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +27,7 @@ from transformers.models.bailing_hybrid.modeling_bailing_hybrid import (
 
 from foredraft.errors import ModelLoadError
 from foredraft.models.attention import PagedAttention
+from foredraft.models.families.family import replace_parts
 from foredraft.models.families.latent import Latent, PagedLatentAttention
 
 _MAX_STEPS = 32
@@ -41,20 +43,14 @@ class Bailing(Latent):
     mtp_renames: ClassVar[Mapping[str, str]] = {"final_layernorm": "post_norm"}
 
     def prepare(self, text_config: Any, num_modules: int) -> None:
-        if (
-            text_config.layer_types[-1] != "full_attention"
-        ):  # transformers takes the norm of modules from the last layer
+        if text_config.layer_types[-1] != "full_attention":  # of which transformers takes the norm of modules
             raise ModelLoadError("MTP modules of bailing_hybrid run only if the target's last layer is full attention")
         text_config.mtp_layer_types = ["full_attention"] * num_modules
         text_config.mtp_mlp_layer_types = ["sparse"] * num_modules
 
     def adapt(self, model: nn.Module) -> None:
-        for parent in list(model.modules()):
-            for name, child in list(parent.named_children()):
-                if isinstance(child, BailingHybridAttention):
-                    setattr(parent, name, GatedLatentAttention(child, is_interleaved=True))
-                elif isinstance(child, BailingHybridDeltaAttention):
-                    setattr(parent, name, PagedDeltaAttention(child))
+        replace_parts(model, BailingHybridAttention, partial(GatedLatentAttention, is_interleaved=True))
+        replace_parts(model, BailingHybridDeltaAttention, PagedDeltaAttention)
 
 
 class GatedLatentAttention(PagedLatentAttention):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import UnionType
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -59,9 +60,10 @@ class Family:
         """The class of transformers that runs `config`; None if there is none."""
         return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
-    def auto_class(self, config: PreTrainedConfig) -> Any:
-        """What loads a checkpoint of it."""
-        return AutoModelForCausalLM
+    def own_config(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """What of `config` that class takes: all of it, or its text model."""
+        is_whole = isinstance(config, self.model_class(config).config_class)
+        return config if is_whole else config.get_text_config(decoder=True)
 
     def refusal(self, config: PreTrainedConfig) -> str | None:
         """Why a configuration does not run, if it does not; None: nothing is known against it."""
@@ -107,6 +109,14 @@ class Family:
         for part, new_part in self.mtp_renames.items():
             rest = re.sub(rf"(?<![^.]){re.escape(part)}(?![^.])", new_part, rest)
         return rest
+
+
+def replace_parts(model: nn.Module, kinds: type | UnionType, make: Callable[[Any], nn.Module]) -> None:
+    """Put make(part) in the place of every part of `model` that is of one of `kinds`."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, kinds):
+                setattr(parent, name, make(child))
 
 
 _NUMBERED = re.compile(

@@ -29,8 +29,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from foredraft.models.attention import PagedAttention
-from foredraft.models.families.family import Family
+from foredraft.models.families.family import Family, replace_parts
 
+_NETS = Qwen3NextGatedDeltaNet | Qwen3_5GatedDeltaNet | Qwen3_5MoeGatedDeltaNet
 _MAX_STEPS = 64
 """With more rows than this, the rule is applied in chunks instead of row by row."""
 
@@ -50,10 +51,7 @@ class GatedDelta(Family):
         return None
 
     def adapt(self, model: nn.Module) -> None:
-        for parent in list(model.modules()):
-            for name, child in list(parent.named_children()):
-                if isinstance(child, Qwen3NextGatedDeltaNet | Qwen3_5GatedDeltaNet | Qwen3_5MoeGatedDeltaNet):
-                    setattr(parent, name, PagedGatedDeltaNet(child))
+        replace_parts(model, _NETS, PagedGatedDeltaNet)
 
 
 class PagedGatedDeltaNet(nn.Module):

@@ -22,12 +22,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 from transformers.models.inkling.modeling_inkling import InklingAttention, InklingDecoderLayer, InklingShortConvolution
 
 from foredraft.models.attention import PagedAttention, ScoreTerms
-from foredraft.models.families.family import Family
+from foredraft.models.families.family import Family, replace_parts
 
 
 class Inkling(Family):
@@ -39,18 +39,12 @@ class Inkling(Family):
         mapping = MODEL_FOR_CAUSAL_LM_MAPPING if _is_text(config) else MODEL_FOR_MULTIMODAL_LM_MAPPING
         return mapping.get(type(config), None)
 
-    def auto_class(self, config: PreTrainedConfig) -> Any:
-        return AutoModelForCausalLM if _is_text(config) else AutoModelForMultimodalLM
-
     def refusal(self, config: PreTrainedConfig) -> str | None:
         text_config: Any = config.get_text_config(decoder=True)
         return None if text_config.n_shared_experts else "n_shared_experts must be at least 1"
 
     def adapt(self, model: nn.Module) -> None:
-        for parent in list(model.modules()):
-            for name, child in list(parent.named_children()):
-                if isinstance(child, InklingDecoderLayer):
-                    setattr(parent, name, PagedLayer(child))
+        replace_parts(model, InklingDecoderLayer, PagedLayer)
 
     def head(self, model: PreTrainedModel) -> nn.Module:
         config: Any = model.config.get_text_config(decoder=True)

@@ -22,7 +22,7 @@ from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLite
 
 from foredraft.errors import ConfigError
 from foredraft.models.attention import PLAIN, PagedAttention, ScoreTerms
-from foredraft.models.families.family import Family
+from foredraft.models.families.family import Family, replace_parts
 
 
 class Latent(Family):
@@ -34,12 +34,11 @@ class Latent(Family):
         return None
 
     def adapt(self, model: nn.Module) -> None:
-        for parent in list(model.modules()):
-            for name, child in list(parent.named_children()):
-                if isinstance(child, DeepseekV3Attention | Glm4MoeLiteAttention):
-                    setattr(
-                        parent, name, PagedLatentAttention(child, is_interleaved=bool(child.config.rope_interleave))
-                    )
+        replace_parts(model, DeepseekV3Attention | Glm4MoeLiteAttention, _paged)
+
+
+def _paged(attention: DeepseekV3Attention | Glm4MoeLiteAttention) -> PagedLatentAttention:
+    return PagedLatentAttention(attention, is_interleaved=bool(attention.config.rope_interleave))
 
 
 class PagedLatentAttention(nn.Module):

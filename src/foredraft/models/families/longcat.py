@@ -26,6 +26,7 @@ from transformers.models.longcat_flash.modeling_longcat_flash import (
     LongcatFlashRMSNorm,
 )
 
+from foredraft.models.families.family import replace_parts
 from foredraft.models.families.latent import Latent, PagedLatentAttention
 
 
@@ -37,20 +38,18 @@ class LongCat(Latent):
     def model_class(self, config: PreTrainedConfig) -> Any:
         return LongCatForCausalLM
 
-    def auto_class(self, config: PreTrainedConfig) -> Any:
-        return LongCatForCausalLM
-
     def complete(self, modules: MtpModel) -> None:
         for index, layer in enumerate(modules.layers):
             layer.mtp_block = LongCatModuleBlock(modules.config, index)
 
     def adapt(self, model: nn.Module) -> None:
-        for parent in list(model.modules()):
-            for name, child in list(parent.named_children()):
-                if isinstance(child, LongcatFlashMLA):
-                    child.q_a_layernorm = ScaledNorm(child.q_a_layernorm, child.mla_scale_q_lora)
-                    child.kv_a_layernorm = ScaledNorm(child.kv_a_layernorm, child.mla_scale_kv_lora)
-                    setattr(parent, name, PagedLatentAttention(child, is_interleaved=True))
+        replace_parts(model, LongcatFlashMLA, _scaled_attention)
+
+
+def _scaled_attention(attention: LongcatFlashMLA) -> PagedLatentAttention:
+    attention.q_a_layernorm = ScaledNorm(attention.q_a_layernorm, attention.mla_scale_q_lora)
+    attention.kv_a_layernorm = ScaledNorm(attention.kv_a_layernorm, attention.mla_scale_kv_lora)
+    return PagedLatentAttention(attention, is_interleaved=True)
 
 
 class LongCatForCausalLM(LongcatFlashForCausalLM):  # type: ignore[no-untyped-call]
@@ -61,12 +60,6 @@ class LongCatForCausalLM(LongcatFlashForCausalLM):  # type: ignore[no-untyped-ca
         for module in self.modules():
             if isinstance(module, LongcatFlashExperts) and module.gate_up_proj is not None:
                 module.gate_up_proj = nn.Parameter(module.gate_up_proj.detach()[: module.num_routed_experts].clone())
-
-    @classmethod
-    def from_config(cls, config: PreTrainedConfig, **options: Any) -> LongCatForCausalLM:
-        """A model with random weights, as transformers' automatic classes make it."""
-        model: LongCatForCausalLM = cls._from_config(config, **options)  # type: ignore[no-untyped-call]
-        return model
 
 
 class ScaledNorm(LongcatFlashRMSNorm):

@@ -22,7 +22,6 @@ class MiMo(Family):
     """XiaomiMiMo/MiMo-V2-Flash."""
 
     is_chained: ClassVar[bool] = False
-    is_capturable: ClassVar[bool] = False
     mtp_renames: ClassVar[Mapping[str, str]] = {
         "pre_mlp_layernorm": "post_attention_layernorm",
         "final_layernorm": "post_norm",

@@ -30,7 +30,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import (
 
 from foredraft.errors import ModelLoadError
 from foredraft.models.attention import PagedAttention
-from foredraft.models.families.family import Family
+from foredraft.models.families.family import Family, replace_parts
 
 _STATELESS = frozenset({"mlp", "moe"})
 _MODULE_BLOCK = re.compile(r"mtp\.layers\.(?P<index>\d+)\.(?P<rest>.+)")
@@ -64,10 +64,7 @@ class Nemotron(Family):
             layer.mtp_block = NemotronModuleBlock(modules.config, index)
 
     def adapt(self, model: nn.Module) -> None:
-        for parent in list(model.modules()):
-            for name, child in list(parent.named_children()):
-                if isinstance(child, NemotronHMamba2Mixer):
-                    setattr(parent, name, PagedMamba2(child))
+        replace_parts(model, NemotronHMamba2Mixer, PagedMamba2)
 
     def mtp_name(self, name: str, num_hidden_layers: int) -> tuple[int, str] | None:
         match = _MODULE_BLOCK.fullmatch(name)

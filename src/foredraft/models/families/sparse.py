@@ -14,6 +14,7 @@ Beyond latent attention:
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +26,7 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttent
 
 from foredraft.errors import ModelLoadError
 from foredraft.models.attention import PagedAttention, ScoreTerms
-from foredraft.models.families.family import Family
+from foredraft.models.families.family import Family, replace_parts
 from foredraft.models.families.latent import PagedLatentAttention, turned
 
 
@@ -39,9 +40,7 @@ class Sparse(Family):
         return None
 
     def adapt(self, model: nn.Module) -> None:
-        for layer in list(model.modules()):
-            if isinstance(attention := getattr(layer, "self_attn", None), DeepseekV32Attention):
-                layer.self_attn = PagedSparseAttention(attention, is_index_interleaved=False)
+        replace_parts(model, DeepseekV32Attention, partial(PagedSparseAttention, is_index_interleaved=False))
 
 
 class SharingSparse(Sparse):

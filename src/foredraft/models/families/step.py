@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import nn
-from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -37,9 +37,6 @@ class Step(Family):
 
     def model_class(self, config: PreTrainedConfig) -> Any:
         return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
-
-    def auto_class(self, config: PreTrainedConfig) -> Any:
-        return AutoModelForImageTextToText
 
     def refusal(self, config: PreTrainedConfig) -> str | None:
         return None
