@@ -24,6 +24,7 @@ RECORDS = {
     "exactness",
     "logits_processor",
     "logprobs",
+    "media",
     "outputs",
     "plan",
     "request",

@@ -62,9 +62,7 @@ class MediaPrompt:
     media: Sequence[Media] = ()
 
 
-def row_ids(
-    token_ids: Sequence[int], media: Sequence[Media], placeholders: Mapping[MediaKind, int]
-) -> tuple[int, ...]:
+def row_ids(token_ids: Sequence[int], media: Sequence[Media], placeholders: Mapping[MediaKind, int]) -> tuple[int, ...]:
     """The ids that the rows of a prompt go by: those of its tokens, and of its media in place of placeholders.
 
     placeholders: the model's, by kind. Raises ValueError unless each of `media` finds exactly its placeholders.
@@ -83,6 +81,8 @@ def row_ids(
             )
     for place, (kind, row_id) in zip(places, ordered):
         if kinds[ids[place]] is not kind:
-            raise ValueError(f"token {place} of the prompt is a placeholder of {kinds[ids[place]].value}, not {kind.value}")
+            raise ValueError(
+                f"token {place} of the prompt is a placeholder of {kinds[ids[place]].value}, not {kind.value}"
+            )
         ids[place] = row_id
     return tuple(ids)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from foredraft.exactness import ExactRows
 from foredraft.logprobs import TokenLogprob
+from foredraft.media import Media
 from foredraft.sampling_params import SamplingParams
 from foredraft.stopping import FinishReason, first_stop
 
@@ -58,7 +59,7 @@ class RequestTerms:
 
     max_total_tokens: where its sequence ends at the latest. bad_words: all of them as token ids. num_prompt_logprobs:
     as asked, or for an echo with log-probabilities. arrival tells it from another request to which its id was given
-    since.
+    since. media: what the prompt shows, with the ids of its rows (`foredraft.media.row_ids`).
     """
 
     request_id: str
@@ -70,6 +71,13 @@ class RequestTerms:
     arrival: int
     bad_words: tuple[tuple[int, ...], ...] = ()
     num_prompt_logprobs: int | None = None
+    media: tuple[Media, ...] = ()
+    media_row_ids: tuple[int, ...] | None = None
+
+    @property
+    def row_ids(self) -> tuple[int, ...]:
+        """What the rows of the prompt go by: its tokens, or ids of media where those are placeholders."""
+        return self.prompt_token_ids if self.media_row_ids is None else self.media_row_ids
 
     def first_stop(self, new_token_ids: Sequence[int], num_tokens: int) -> tuple[int, FinishReason | None]:
         """How many of `new_token_ids` to keep after the first `num_tokens`, and why the request ends there, if it does.

@@ -24,10 +24,11 @@ class RequestStatus(Enum):
 class Request:
     """State of a request. Only the scheduler changes it.
 
-    token_ids are the committed tokens, prompt first (n of them); num_computed_tokens (c) are the rows that the target
-    has run on; draft_token_ids are pending and survive a preemption, so that a request with a seed returns the same
-    tokens whether it was preempted or not. token_depths holds, for each generated token, the depth at which it was
-    drafted and accepted, or 0 for the target's own. max_depth is the largest that `depth` has been.
+    token_ids are the committed tokens, prompt first (n of them), with ids of media in the place of placeholders;
+    num_computed_tokens (c) are the rows that the target has run on; draft_token_ids are pending and survive a
+    preemption, so that a request with a seed returns the same tokens whether it was preempted or not. token_depths
+    holds, for each generated token, the depth at which it was drafted and accepted, or 0 for the target's own.
+    max_depth is the largest that `depth` has been.
     num_cached_tokens: rows that the cache had when the request first started; num_overtaken: later arrivals that have
     started before it. logprobs: one for each generated token, if asked for; prompt_logprobs: None until they are known.
     leader: the first choice of the same prompt; this one starts when that has computed the prompt's rows.
@@ -57,7 +58,7 @@ class Request:
         self.request_id = self.terms.request_id
         self.params = self.terms.params
         self.max_total_tokens = self.terms.max_total_tokens
-        self.token_ids = list(self.terms.prompt_token_ids)
+        self.token_ids = list(self.terms.row_ids)
         self.max_depth = self.depth
 
     @property

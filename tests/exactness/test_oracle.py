@@ -107,12 +107,17 @@ class Oracle(RuleBasedStateMachine):
 
         cache.admit, cache.renew_modules = watched_admit, watched_renew  # type: ignore[method-assign]
 
+    def row_id(self, token_id: int) -> int:
+        """What prompts have in the place of a token."""
+        return token_id
+
     def requests(self) -> list[Request]:
         return list(self.engine.scheduler.requests())
 
     @precondition(lambda self: len(self.requests()) < 4)
     @rule(prompt=st.lists(st.integers(0, 7), min_size=1, max_size=14), depth=st.sampled_from((0, 0, 1, 2, 3, 4)))
     def add(self, prompt: list[int], depth: int) -> None:
+        prompt = [self.row_id(token_id) for token_id in prompt]
         self.prompts.append(tuple(prompt))
         self.add_request(prompt, depth)
 

@@ -123,6 +123,10 @@ class ResidentOracle(RuleBasedStateMachine):
         self.watch_host()
         self.watch_device()
 
+    def row_id(self, token_id: int) -> int:
+        """What prompts have in the place of a token."""
+        return token_id
+
     # -- what is entered into the accounts -----------------------------------------------------------------------------
 
     def watch_cache(self) -> None:
@@ -229,6 +233,7 @@ class ResidentOracle(RuleBasedStateMachine):
         temperature=st.sampled_from((0.0, 0.0, 1.0)),
     )
     def add(self, prompt: list[int], depth: int, temperature: float) -> None:
+        prompt = [self.row_id(token_id) for token_id in prompt]
         name = f"r{self.num_added}"
         self.num_added += 1
         self.prompts.append(tuple(prompt))

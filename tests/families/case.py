@@ -103,7 +103,8 @@ class FamilyCase:
     same of the target.
     other_state: what is kept for a running request beside the rows of its blocks, by name; the same is compared of one
     prefill of all its tokens. settings: of all engines. bound: how far rounding takes cached rows apart, relative to
-    the largest number. is_resident: decodes may run with their state on the device.
+    the largest number. is_resident: decodes may run with their state on the device. row_id: what prompts have in the
+    place of a token: itself, or one of the rows that a tower gives.
     """
 
     name: str
@@ -119,6 +120,7 @@ class FamilyCase:
     settings: Mapping[str, Any] = field(default_factory=dict)
     bound: float = 1e-5
     is_resident: bool = True
+    row_id: Callable[[int], int] = int
 
 
 class FamilyModel:
@@ -133,7 +135,8 @@ class FamilyModel:
 
     def prompt(self, length: int, seed: int = 0) -> list[int]:
         generator = torch.Generator().manual_seed(1000 * length + seed)
-        return torch.randint(self.case.vocab_size, (length,), generator=generator).tolist()
+        token_ids = torch.randint(self.case.vocab_size, (length,), generator=generator).tolist()
+        return [self.case.row_id(token_id) for token_id in token_ids]
 
     def engine(self, depth: int, **settings: Any) -> Engine:
         """An engine with room for all, unless the settings say otherwise. Skips a test of an execution there is not."""
@@ -165,8 +168,8 @@ class FamilyModel:
     def target_tensors(self) -> dict[str, Path]:
         """The file of every tensor that the target's layers read."""
         prefixes = tuple(self.case.module_prefix(module) for module in range(self.case.num_modules))
-        layers = {n: f for n, f in self.tensors().items() if re.search(r"(model|backbone)\.layers\.", n)}
-        assert layers, "no tensor is named model.layers... or backbone.layers..."
+        layers = {n: f for n, f in self.tensors().items() if re.search(r"(model|backbone|llm)\.layers\.", n)}
+        assert layers, "no tensor is named model.layers..., backbone.layers... or llm.layers..."
         return {name: file for name, file in layers.items() if not name.startswith(prefixes)}
 
     def tensors(self) -> dict[str, Path]:

@@ -106,7 +106,7 @@ class FamilyContract:
             requests = run(engine, [model.prompt(length) for length in (3, 11, 28)], SamplingParams(max_tokens=16))
             assert [request.num_tokens for request in requests] == [3 + 16, 11 + 16, 40]
             for request in requests:
-                prompt = request.prompt_token_ids
+                prompt = request.terms.row_ids
                 assert request.token_ids == model.reference.sequence(prompt, 16)[: request.num_tokens]
 
     @pytest.mark.parametrize("is_chunked", [True, False])
@@ -153,7 +153,7 @@ class FamilyContract:
         scripted.finish()
         second = scripted.add([*shared, *others[:num_equal], *different], 10)
         scripted.finish()
-        third = scripted.add(second.prompt_token_ids, 10)
+        third = scripted.add(second.terms.row_ids, 10)
         scripted.finish()
         assert second.num_cached_tokens == 20
         assert third.num_cached_tokens == 32

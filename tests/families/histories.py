@@ -46,7 +46,12 @@ class Machines:
             patch.setattr(module, "compare_with_prefill", compare)
         patch.setattr(test_oracle, "sequence", sequence)
         depth = min(MAX_DEPTH, max(model.case.depths))
-        of_family = {"max_depth": depth, "happened": set(), "engine_settings": model.case.settings}
+        of_family = {
+            "max_depth": depth,
+            "happened": set(),
+            "engine_settings": model.case.settings,
+            "row_id": lambda self, token_id: model.case.row_id(token_id),
+        }
         return cls(type("HostMachine", (Oracle,), of_family), type("DeviceMachine", (ResidentOracle,), of_family))
 
 

@@ -134,7 +134,12 @@ def _build(
         config.max_num_seqs, config.max_num_batched_tokens, len(module_rows.kv), config.scheduling_policy
     )
     limits = EngineLimits(
-        target.vocab_size, size.max_model_len, max_depth, loaded.eos_token_ids, config.verification_name
+        target.vocab_size,
+        size.max_model_len,
+        max_depth,
+        loaded.eos_token_ids,
+        config.verification_name,
+        target.placeholders,
     )
     scheduler, overlaps = Scheduler(cache, scheduler_limits), execution == "overlapped"
     return Engine(runner, scheduler, cache, limits, size, kept, tools, overlaps=overlaps)

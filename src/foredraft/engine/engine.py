@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from foredraft.cache.manager import CacheManager
@@ -17,6 +17,7 @@ from foredraft.engine.output_text import OutputText
 from foredraft.engine.text_tools import NO_TEXTS, TextTools
 from foredraft.errors import ForedraftError, RequestError, described, shown
 from foredraft.exactness import ExactRows
+from foredraft.media import Media, MediaKind, row_ids
 from foredraft.plan import AheadPlan, RequestResult, RequestTerms, StepPlan, StepResult
 from foredraft.request import Request
 from foredraft.runner.memory import CacheSize
@@ -42,13 +43,14 @@ class KeptCache:
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What requests are checked against."""
+    """What requests are checked against. placeholders: of media, by kind."""
 
     vocab_size: int
     max_model_len: int
     max_depth: int
     eos_token_ids: frozenset[int]
     verification: str = "rejection"
+    placeholders: Mapping[MediaKind, int] = field(default_factory=dict)
 
 
 class Engine:
@@ -102,11 +104,12 @@ class Engine:
         *,
         choice: int = 0,
         leader: Request | None = None,
+        media: Sequence[Media] = (),
     ) -> Request:
         """Queue one choice of a request. Raises RequestError if it can never be served as asked.
 
         choice: which of params.n it is; each is added by itself. leader: the first one, whose rows of the prompt the
-        others share.
+        others share. media: what the prompt shows, in the order of its placeholders.
         """
         if request_id in self.scheduler:
             raise RequestError(f"request_id {request_id!r} is in use by a request that has not ended")
@@ -114,7 +117,7 @@ class Engine:
             raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
         if self._is_stepping:
             raise RequestError("a request cannot be added within a step, by a logits processor for instance")
-        request = self._build_request(request_id, tuple(prompt_token_ids), params, choice, leader)
+        request = self._build_request(request_id, tuple(prompt_token_ids), params, choice, leader, tuple(media))
         text = self._text_tools.output_text(request.terms)
         with self._whole():
             self._texts[request_id] = text
@@ -281,11 +284,18 @@ class Engine:
                 text.flush()
 
     def _build_request(
-        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, choice: int, leader: Request | None
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        choice: int,
+        leader: Request | None,
+        media: tuple[Media, ...],
     ) -> Request:
         limits = self.limits
         self._check_prompt(prompt, params)
         prompt = tuple(map(int, prompt))  # other kinds of integers, such as those of an IntEnum
+        media_row_ids = self._media_row_ids(prompt, media)
         depth = limits.max_depth if params.num_speculative_tokens is None else params.num_speculative_tokens
         self._check_depth(depth)
         self._check_options(params)
@@ -305,8 +315,26 @@ class Engine:
             arrival=self._num_arrivals,
             bad_words=self._text_tools.bad_words(params),
             num_prompt_logprobs=num_scored if choice == 0 else None,
+            media=media,
+            media_row_ids=media_row_ids,
         )
         return Request(terms, depth, ExactRows.none(self.scheduler.num_modules), leader)
+
+    def _media_row_ids(self, prompt: tuple[int, ...], media: tuple[Media, ...]) -> tuple[int, ...] | None:
+        """What the rows of a prompt go by; None for a model that takes text only."""
+        placeholders = self.limits.placeholders
+        for one in media:
+            if not isinstance(one, Media):
+                raise RequestError(f"media must hold Media, not {type(one).__name__}")
+            if one.kind not in placeholders:
+                takes = ", ".join(kind.value for kind in placeholders) or "text only"
+                raise RequestError(f"media: the model takes no {one.kind.value} (it takes {takes})")
+        if not placeholders:
+            return None
+        try:
+            return row_ids(prompt, media, placeholders)
+        except ValueError as error:
+            raise RequestError(f"media: {error}") from error
 
     def _check_options(self, params: SamplingParams) -> None:
         words = [word for word in params.bad_words if not isinstance(word, str)]
@@ -327,8 +355,10 @@ class Engine:
     def _check_prompt(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
         if not prompt:
             raise RequestError("the prompt must have at least one token")
+        placeholders = self.limits.placeholders.values()  # which may lie behind the tokens that can be written
         for token_id in prompt:
-            self._check_token("prompt_token_ids", token_id)
+            if token_id not in placeholders:
+                self._check_token("prompt_token_ids", token_id)
         limit = self.limits.max_model_len
         if len(prompt) > limit or (len(prompt) == limit and params.max_tokens != 0):
             room = f"max_model_len={limit} leaves room for {limit - 1} and one new token"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from foredraft.engine.engine import Engine
 from foredraft.engine.open_request import OpenChoice, OpenRequest
+from foredraft.media import Media
 from foredraft.sampling_params import SamplingParams
 
 
@@ -26,9 +27,15 @@ class OpenRequests:
         return f"request-{next(self._ids)}"
 
     def submit(
-        self, token_ids: Sequence[int], params: SamplingParams, echo: Callable[[], str] | None = None
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        echo: Callable[[], str] | None = None,
+        media: Sequence[Media] = (),
     ) -> OpenRequest:
-        """Add all choices of a request to the engine, or none. echo: gives the text that each choice begins with.
+        """Add all choices of a request to the engine, or none.
+
+        echo: gives the text that each choice begins with. media: what the prompt shows.
 
         Raises RequestError if it can never be served as asked.
         """
@@ -40,7 +47,9 @@ class OpenRequests:
                 choice_id = request_id if index == 0 else f"{request_id}.{index}"
                 leader = opened.choices[0].request if index else None
                 choice_ids.append(choice_id)
-                request = self.engine.add_request(choice_id, token_ids, params, choice=index, leader=leader)
+                request = self.engine.add_request(
+                    choice_id, token_ids, params, choice=index, leader=leader, media=media
+                )
                 text = self.engine.text_of(choice_id)
                 opened.choices.append(OpenChoice(request, index, text, echo() if echo is not None else ""))
                 self._open[choice_id] = opened

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from foredraft.engine.observation import ChoiceTimes, EngineSnapshot, Observer
 from foredraft.engine.open_request import OpenChoice, OpenRequest
 from foredraft.engine.open_requests import OpenRequests
+from foredraft.media import Media
 from foredraft.outputs import StreamChunk
 from foredraft.sampling_params import SamplingParams
 from foredraft.stopping import FinishReason
@@ -16,11 +17,12 @@ from foredraft.stopping import FinishReason
 
 @dataclass(frozen=True)
 class Job:
-    """One prompt to continue. echo: the text of the prompt, where it is to come first."""
+    """One prompt to continue. echo: the text of the prompt, where it is to come first. media: what it shows."""
 
     token_ids: Sequence[int]
     params: SamplingParams
     echo: str | None = None
+    media: Sequence[Media] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +82,7 @@ class ServedRequests:
         delivery = self._delivery(ticket)
         try:
             for job in ticket.jobs:
-                opened.append(self._requests.submit(job.token_ids, job.params, self._echo(job)))
+                opened.append(self._requests.submit(job.token_ids, job.params, self._echo(job), job.media))
         except Exception as error:  # whatever it is, it is the business of this ticket alone
             for request in opened:
                 self._requests.discard(request)

@@ -21,6 +21,7 @@ from foredraft.errors import ModelLoadError
 from foredraft.kernels.lanes import Lanes
 from foredraft.kernels.ops import Kernels, kernels_of
 from foredraft.kernels.torch.indexer import choose_rows
+from foredraft.models.media_store import MediaRows
 from foredraft.models.recurrence import RecurrentRows, Rule
 from foredraft.models.row_layout import AttentionGroup, EarlierRows, GroupRows, earlier_rows
 
@@ -73,7 +74,8 @@ class PagedAttention:
     inputs: what layers keep beside keys and values, and the rows of the pass in its cache group. states, recurrent: of
     recurrent layers.
     block_size: rows of a block. kernels: those of the device if left out. dtype: what queries, keys and values are
-    converted to before they meet, if it is not their own. positions: [T], of the tokens that the rows read.
+    converted to before they meet, if it is not their own. positions: [T], of the tokens that the rows read. media: the
+    rows that read none, but what a prompt shows.
     """
 
     kv: Sequence[LayerKV]
@@ -82,6 +84,7 @@ class PagedAttention:
     kernels: Kernels | None = None
     dtype: torch.dtype | None = None
     positions: Tensor | None = None
+    media: MediaRows | None = None
     inputs: Mapping[InputName, tuple[Tensor, GroupRows]] = field(default_factory=dict)
     states: Mapping[int, Tensor] = field(default_factory=dict)
     recurrent: RecurrentRows | None = None
@@ -94,16 +97,24 @@ class PagedAttention:
         rows: Mapping[int, GroupRows],
         kernels: Kernels | None = None,
         recurrent: RecurrentRows | None = None,
+        media: MediaRows | None = None,
     ) -> PagedAttention:
         """For a pass of the target; rows: by cache group."""
         inputs = {name: (stored.rows, rows[stored.group]) for name, stored in storage.target_inputs.items()}
         by_layer = [rows[group] for group in storage.layout.group_of_layer]
         size, states = storage.block_size, storage.states
-        return cls(storage.target, by_layer, size, kernels, inputs=inputs, states=states, recurrent=recurrent)
+        return cls(
+            storage.target, by_layer, size, kernels, media=media, inputs=inputs, states=states, recurrent=recurrent
+        )
 
     @classmethod
     def of_module(
-        cls, storage: CacheStorage, module: int, rows: Mapping[int, GroupRows], kernels: Kernels | None = None
+        cls,
+        storage: CacheStorage,
+        module: int,
+        rows: Mapping[int, GroupRows],
+        kernels: Kernels | None = None,
+        media: MediaRows | None = None,
     ) -> PagedAttention:
         """For a pass of one module; rows: by cache group, of those that hold rows of it."""
         inputs = {
@@ -112,7 +123,8 @@ class PagedAttention:
             if name[0] == module
         }
         own = rows[storage.layout.group_of_module[module]]
-        return cls(storage.modules, [own] * len(storage.modules), storage.block_size, kernels, inputs=inputs)
+        by_layer = [own] * len(storage.modules)
+        return cls(storage.modules, by_layer, storage.block_size, kernels, media=media, inputs=inputs)
 
     def attend(
         self,

@@ -63,10 +63,12 @@ class MtpModules:
         the previous depth's output at the rows (h0 for the first). Returns [T, hidden_size], what the head reads.
         """
         paged = replace(paged, dtype=self._attention_dtype, positions=positions)
-        if self._fused is not None:
+        if self._fused is not None and paged.media is None:
             return self._fused.forward(module, token_ids, positions, hidden, paged)
-        embeddings = self._mtp.embed_tokens(token_ids.unsqueeze(0))
-        position_ids = positions.unsqueeze(0)
+        embeddings = self._mtp.embed_tokens(token_ids)
+        if paged.media is not None:
+            embeddings = paged.media.over(embeddings)
+        embeddings, position_ids = embeddings.unsqueeze(0), positions.unsqueeze(0)
         output = self._mtp.layers[module](
             embeddings,
             hidden.unsqueeze(0),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from foredraft.cache.groups import StoredRows
 from foredraft.errors import ModelLoadError
 from foredraft.kernels.ops import Kernels
+from foredraft.media import Media, MediaKind
 from foredraft.models.attention import ATTENTION_NAME, PagedAttention
 from foredraft.models.families.registry import family_of
 from foredraft.models.fused_model import FusedDecoder
@@ -60,6 +61,20 @@ class TargetModel:
         return self.family.is_capturable and not self.stored.waits
 
     @property
+    def placeholders(self) -> Mapping[MediaKind, int]:
+        """The tokens in whose place rows of media stand, by kind; none: the model takes text only."""
+        return self.family.placeholders(self.model.config)
+
+    def encode(self, media: Media) -> Tensor:
+        """What a tower makes of one image or piece of sound: [num_tokens, hidden_size]."""
+        features = {name: tensor.to(self.device) for name, tensor in media.features.items()}
+        rows = self.family.encode(self.model, media.kind, features)
+        if rows.shape != (media.num_tokens, self.hidden_size):
+            wanted = f"{media.num_tokens} rows of {self.hidden_size} numbers"
+            raise ValueError(f"the {media.kind.value} tower gave {list(rows.shape)}, not {wanted}")
+        return rows
+
+    @property
     def hidden_size(self) -> int:
         return int(self.config.hidden_size)
 
@@ -80,11 +95,13 @@ class TargetModel:
     def forward(self, token_ids: Tensor, positions: Tensor, paged: PagedAttention) -> Tensor:
         """token_ids, positions [T] -> the state after the final norm (h0), [T, hidden_size]."""
         paged = replace(paged, dtype=self._attention_dtype, positions=positions)
-        if self.fused is not None:
+        if self.fused is not None and paged.media is None:
             return self.fused.forward(token_ids, positions, paged)
-        output = self._decoder(
-            input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, paged=paged
-        )
+        inputs = {"input_ids": token_ids.unsqueeze(0)}
+        if paged.media is not None:
+            embeddings = self._decoder.get_input_embeddings()(token_ids)  # type: ignore[operator]
+            inputs = {"inputs_embeds": paged.media.over(embeddings).unsqueeze(0)}
+        output = self._decoder(**inputs, position_ids=positions.unsqueeze(0), use_cache=False, paged=paged)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from foredraft.cache.storage import CacheStorage
 from foredraft.models.attention import PagedAttention
+from foredraft.models.media_store import MediaStore, text_ids
 from foredraft.models.recurrence import RecurrentRows
 from foredraft.models.row_layout import GroupRows, RowSpan, group_rows
 from foredraft.plan import RequestPlan
@@ -25,10 +26,13 @@ class TargetInputs:
     hidden_slots: Tensor
 
 
-def target_inputs(plans: Sequence[RequestPlan], storage: CacheStorage, device: torch.device) -> TargetInputs:
-    """Lay the target rows of `plans` (each has at least one) end to end."""
+def target_inputs(
+    plans: Sequence[RequestPlan], storage: CacheStorage, device: torch.device, store: MediaStore | None = None
+) -> TargetInputs:
+    """Lay the target rows of `plans` (each has at least one) end to end. store: where models take media."""
     layout = storage.layout
     token_ids = [token_id for plan in plans for token_id in plan.token_ids]
+    media = store.rows(token_ids, shown) if store and (shown := [m for p in plans for m in p.terms.media]) else None
     positions = [torch.arange(plan.first_row, plan.first_row + len(plan.token_ids)) for plan in plans]
     rows = {
         group: _group_rows(plans, storage, group, device)
@@ -41,9 +45,9 @@ def target_inputs(plans: Sequence[RequestPlan], storage: CacheStorage, device: t
     else:
         hidden_slots = _written(plans, [_slots(plan, storage, layout.hidden_group) for plan in plans]).to(device)
     return TargetInputs(
-        token_ids=torch.tensor(token_ids).to(device),
+        token_ids=torch.tensor(text_ids(token_ids) if media else token_ids).to(device),
         positions=torch.cat(positions).to(device),
-        paged=PagedAttention.of_target(storage, rows, recurrent=recurrent),
+        paged=PagedAttention.of_target(storage, rows, recurrent=recurrent, media=media),
         hidden_slots=hidden_slots,
     )
 

@@ -16,6 +16,7 @@ from foredraft.cache.storage import CacheStorage
 from foredraft.config import Execution
 from foredraft.logprobs import TokenLogprob
 from foredraft.models.draft_head import DraftHead
+from foredraft.models.media_store import DEFAULT_MEDIA_BYTES, MediaStore
 from foredraft.models.target import TargetForward, TargetModel
 from foredraft.plan import AheadPlan, BlockCopy, CopyKind, RequestPlan, RequestResult, StepPlan, StepResult, StepTimes
 from foredraft.runner.inputs import sampled_slots, target_inputs
@@ -33,13 +34,14 @@ class RunnerSettings:
     """How a runner decides and drafts. compiler: makes the grammars of requests that ask for one.
 
     resident: makes what runs steady decodes with state on the device, for a given storage; None: every step is run by
-    the host, request by request. execution: what that is called.
+    the host, request by request. execution: what that is called. max_media_bytes: what the `MediaStore` keeps.
     """
 
     verification: VerificationSettings
     compiler: GrammarCompiler | None = None
     resident: Callable[[CacheStorage], ResidentDecoder] | None = None
     execution: Execution = "host"
+    max_media_bytes: int = DEFAULT_MEDIA_BYTES
 
 
 DEFAULT_SETTINGS = RunnerSettings(VerificationSettings())
@@ -63,6 +65,9 @@ class ModelRunner:
         self._settings = settings
         self._verification = Verification(settings.verification)
         self._memories: dict[str, RequestMemory] = {}
+        self.media = MediaStore(target.encode, settings.max_media_bytes) if target.placeholders else None
+        if drafter is not None:
+            drafter.media = self.media
         self.resident = settings.resident(storage) if settings.resident is not None else None
         self._graphed: TargetForward | None = None
         if self.resident is not None and self.resident.graphs.is_enabled:
@@ -268,7 +273,7 @@ class ModelRunner:
         """Forward all target rows and store h0. Returns which rows are finite, by request, unless all are."""
         if not plans:
             return {}
-        inputs = target_inputs(plans, self.storage, self.target.device)
+        inputs = target_inputs(plans, self.storage, self.target.device, self.media)
         forward = self._graphed or self.target.forward
         hidden = forward(inputs.token_ids, inputs.positions, inputs.paged)
         self.storage.hidden.index_copy_(0, inputs.hidden_slots, hidden)
@@ -353,6 +358,7 @@ class ModelRunner:
                 group: self.storage.slots(plan.blocks[group], end + max(0, num_drafts - 1))
                 for group in layout.module_groups
             },
+            media=plan.terms.media,
         )
 
 

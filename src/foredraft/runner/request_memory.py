@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from foredraft.logprobs import TokenLogprob
+from foredraft.media import FIRST_MEDIA_ID
 from foredraft.plan import RequestPlan
 from foredraft.sampling.grammar import GrammarCompiler
 from foredraft.sampling.logprobs import token_logprobs
@@ -51,4 +52,7 @@ class RequestMemory:
             last = min(end, first + MAX_SCORED_ROWS)
             logprobs = logits_of_rows(first, last).float().log_softmax(dim=-1)
             following = terms.prompt_token_ids[first + 1 : last + 1]
-            self.prompt_logprobs += token_logprobs(logprobs, following, terms.num_prompt_logprobs)
+            is_shown = [row_id >= FIRST_MEDIA_ID for row_id in terms.row_ids[first + 1 : last + 1]]
+            known = [0 if shown else token_id for shown, token_id in zip(is_shown, following)]
+            scores = token_logprobs(logprobs, known, terms.num_prompt_logprobs)
+            self.prompt_logprobs += [None if shown else score for shown, score in zip(is_shown, scores)]

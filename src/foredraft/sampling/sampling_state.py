@@ -37,7 +37,10 @@ class SamplingState:
             self._allowed = torch.zeros(vocab_size, dtype=torch.bool)
             self._allowed[list(params.allowed_token_ids)] = True
         self._fixed_proposal: tuple[int | None] | None = None  # without a grammar it is always the same
-        self.counts = TokenCounts(terms.prompt_token_ids) if params.has_penalty else None
+        seen = [
+            token_id for token_id in terms.prompt_token_ids if token_id < vocab_size
+        ]  # placeholders may lie behind it
+        self.counts = TokenCounts(seen) if params.has_penalty else None
 
     @property
     def num_tokens(self) -> int:

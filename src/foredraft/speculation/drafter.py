@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.storage import CacheStorage
+from foredraft.media import Media
 from foredraft.models.attention import PagedAttention
 from foredraft.models.draft_head import DraftHead
+from foredraft.models.media_store import MediaRows, MediaStore, text_ids
 from foredraft.models.mtp import ModuleForward, MtpModules
 from foredraft.models.row_layout import GroupRows, RowSpan, group_rows
 from foredraft.models.target import TargetModel
@@ -29,7 +31,7 @@ class Window:
     Rows start..end-1 (s..c-1); token_ids are the committed tokens from t[start+1] on, num_tokens is n. `num_passes`
     modules run; `num_drafts` tokens are drafted (0: the rows only, as in a prefill chunk that is not the last).
     Modules have no rows before `origin`. hidden_slots: where h0 of the window's rows lies; module_slots: by cache
-    group, the slots of rows 0, 1, ...; all on the CPU.
+    group, the slots of rows 0, 1, ...; all on the CPU. media: what the prompt shows.
     """
 
     request_id: str
@@ -43,6 +45,7 @@ class Window:
     origin: int
     hidden_slots: Tensor
     module_slots: Mapping[int, Tensor]
+    media: Sequence[Media] = ()
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ class Drafter:
 
     A checkpoint with a single module may draft several tokens: pass j >= 2 is then one row, one further each time,
     with the previous pass's output and draft (DeepSeek-V3 technical report, 2024, section 2.2, at inference).
-    graphed: what runs a pass in the place of the modules' own forward, the same from graphs.
+    graphed: what runs a pass in the place of the modules' own forward, the same from graphs. media: embeddings of what
+    prompts show, where the model takes it.
     """
 
     def __init__(self, target: TargetModel, modules: MtpModules, storage: CacheStorage, head: DraftHead) -> None:
@@ -87,6 +91,7 @@ class Drafter:
         self.head = head
         self.modules = modules
         self.graphed: ModuleForward | None = None
+        self.media: MediaStore | None = None
         self._storage = storage
 
     def run(
@@ -94,7 +99,7 @@ class Drafter:
     ) -> Drafts:
         """Run all passes of `windows`; `sampling` has a row a window, temperature 0 for greedy drafts. rules: those of
         each window, if it has any; drafts are made under them, as the target's tokens are."""
-        chain = _Chain(windows, self._target.device)
+        chain = _Chain(windows, self._target.device, self.media)
         of_target = hidden = self._storage.hidden.index_select(0, chain.hidden_slots)
         forward = self.graphed or self.modules.forward
         previous: PassRows | None = None
@@ -110,8 +115,8 @@ class Drafter:
                 hidden = chain.carry(of_target, None, rows)
             elif not is_alike:
                 hidden = chain.carry(hidden, previous, rows)
-            paged = self._paged(chain, rows, attention)
-            token_ids, positions = chain.inputs(rows)
+            token_ids, positions, media = chain.inputs(rows)
+            paged = self._paged(chain, rows, attention, media)
             hidden = forward(rows.module, token_ids, positions, hidden, paged)
             self._make_drafts(index, chain, rows, hidden, sampling, rules)
             previous = rows
@@ -165,7 +170,9 @@ class Drafter:
         columns = sample(probs, uniform(sampling.seeds, cycle_keys(positions, index), Stream.DRAFT))
         return self.head.full_ids(columns), probs
 
-    def _paged(self, chain: _Chain, rows: PassRows, attention: dict[int, GroupRows]) -> PagedAttention:
+    def _paged(
+        self, chain: _Chain, rows: PassRows, attention: dict[int, GroupRows], media: MediaRows | None
+    ) -> PagedAttention:
         """What a pass needs in the cache. attention: what earlier passes over the same rows have laid out, by group."""
         for group in self._storage.layout.groups_of_module[rows.module]:
             slots = chain.write_slots(rows, group)
@@ -174,7 +181,7 @@ class Drafter:
             else:
                 spans = chain.spans(rows, group)
                 attention[group] = group_rows(self._storage, group, slots, spans, self._target.device)
-        return PagedAttention.of_module(self._storage, rows.module, attention)
+        return PagedAttention.of_module(self._storage, rows.module, attention, media=media)
 
 
 def _pass_rows(windows: Sequence[Window], index: int, num_modules: int) -> PassRows:
@@ -191,7 +198,7 @@ def _pass_rows(windows: Sequence[Window], index: int, num_modules: int) -> PassR
 class _Chain:
     """What the passes of one call hand on to each other: tokens with drafts filled in, slots, chosen drafts."""
 
-    def __init__(self, windows: Sequence[Window], device: torch.device) -> None:
+    def __init__(self, windows: Sequence[Window], device: torch.device, store: MediaStore | None) -> None:
         self.windows = windows
         self._device = device
         self._bases: list[int] = []
@@ -199,6 +206,12 @@ class _Chain:
         for window in windows:
             self._bases.append(len(tokens) - window.start - 1)  # token t[i] of the window lies at base + i
             tokens += (*window.token_ids, *(0,) * window.num_drafts)
+        shown = [one for window in windows for one in window.media]
+        self._media = store.rows(tokens, shown) if store is not None and shown else None
+        self._media_row: dict[int, int] = {}  # by where in the tokens it stands
+        if self._media is not None:
+            self._media_row = {place: row for row, place in enumerate(self._media.places.tolist())}
+            tokens = text_ids(tokens)
         self._tokens = torch.tensor(tokens, dtype=torch.int64).to(device)
         max_drafts = max((window.num_drafts for window in windows), default=0)
         self._drafts = torch.full((len(windows), max_drafts), -1, dtype=torch.int64, device=device)
@@ -218,8 +231,9 @@ class _Chain:
             base += previous.num_rows[w]
         return hidden.index_select(0, torch.tensor(index, dtype=torch.int64).to(self._device))
 
-    def inputs(self, rows: PassRows) -> tuple[Tensor, Tensor]:
-        """token_ids [T] and positions [T] of a pass; drafts that earlier passes made are in place."""
+    def inputs(self, rows: PassRows) -> tuple[Tensor, Tensor, MediaRows | None]:
+        """token_ids [T] and positions [T] of a pass, and which rows read what is shown instead; drafts that earlier
+        passes made are in place."""
         index: list[int] = []
         positions: list[int] = []
         for base, first, count in zip(self._bases, rows.first_row, rows.num_rows):
@@ -227,7 +241,15 @@ class _Chain:
             positions += range(start, start + count)
             index += range(base + start, base + start + count)
         both = torch.tensor([index, positions], dtype=torch.int64).to(self._device)
-        return self._tokens.index_select(0, both[0]), both[1]
+        return self._tokens.index_select(0, both[0]), both[1], self._media_at(index)
+
+    def _media_at(self, index: Sequence[int]) -> MediaRows | None:
+        """index: where in the tokens each row of a pass reads."""
+        found = [(place, self._media_row[at]) for place, at in enumerate(index) if at in self._media_row]
+        if self._media is None or not found:
+            return None
+        both = torch.tensor(found).t().to(self._device)
+        return MediaRows(both[0], self._media.embeddings.index_select(0, both[1]))
 
     def spans(self, rows: PassRows, group: int) -> list[RowSpan]:
         """What the rows of a pass attend to in the modules of a cache group."""

@@ -12,6 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from foredraft.media import MediaKind
+
 
 class NormedHead(nn.Module):
     """A head that norms its input by itself, where the state before it is passed on without."""
@@ -90,6 +92,17 @@ class Family:
         """What turns h0 [R, hidden_size] to logits [R, V]: a linear layer, or one with a `divisor` of its inputs."""
         head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         return head
+
+    def placeholders(self, config: PreTrainedConfig) -> Mapping[MediaKind, int]:
+        """The tokens in whose place a prompt's images and sound stand, by kind; none: it is text only."""
+        return {}
+
+    def encode(self, model: PreTrainedModel, kind: MediaKind, features: Mapping[str, Tensor]) -> Tensor:
+        """The embeddings that one image or piece of sound puts in place of its placeholders, [N, hidden_size].
+
+        features: as transformers' processor names them. The same go to the target and to every module.
+        """
+        raise NotImplementedError(f"{type(model).__name__} takes text only")
 
     def draft_heads(self, modules: MtpModel) -> Sequence[NormedHead]:
         """The head of each module, where they have their own; none: they share the target's."""

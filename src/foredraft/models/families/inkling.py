@@ -13,10 +13,12 @@ Beyond the rule:
 - The target's embedding is normed, that of the modules is not. The modules' projection takes the hidden state first;
   the output of one norm after every depth (`chain_hidden_post_norm`) goes both to the head and to the next depth.
 - The head divides its input (muP) and ends with the vocabulary proper.
+- Prompts show images and sound. A tower gives the embeddings for them, which the target's embedding norm leaves alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -26,8 +28,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 from transformers.models.inkling.modeling_inkling import InklingAttention, InklingDecoderLayer, InklingShortConvolution
 
+from foredraft.media import MediaKind
 from foredraft.models.attention import PagedAttention, ScoreTerms
 from foredraft.models.families.family import Family, replace_parts
+
+PATCHES_AT_ONCE = 512
 
 
 class Inkling(Family):
@@ -50,6 +55,21 @@ class Inkling(Family):
         config: Any = model.config.get_text_config(decoder=True)
         weight: Tensor = super().head(model).get_parameter("weight")
         return ScaledHead(weight[: config.unpadded_vocab_size], config.logits_mup_width_multiplier)
+
+    def placeholders(self, config: PreTrainedConfig) -> Mapping[MediaKind, int]:
+        if _is_text(config):
+            return {}
+        whole: Any = config
+        return {MediaKind.IMAGE: whole.image_token_id, MediaKind.AUDIO: whole.audio_token_id}
+
+    def encode(self, model: PreTrainedModel, kind: MediaKind, features: Mapping[str, Tensor]) -> Tensor:
+        whole: Any = model
+        if kind is MediaKind.IMAGE:
+            # Patches do not see each other: parts of them bound the memory that the tower takes.
+            parts = torch.split(features["pixel_values"].to(model.dtype), PATCHES_AT_ONCE)
+            return torch.cat([whole.get_image_features(part).pooler_output.flatten(0, 1) for part in parts])
+        rows: Tensor = whole.model.get_audio_features(features["audio_input_ids"]).last_hidden_state
+        return rows
 
 
 def _is_text(config: PreTrainedConfig) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foredraft.kernels.decode_state import BROKEN, NOBODY, RING_SIZE
+from foredraft.media import FIRST_MEDIA_ID
 from foredraft.plan import AheadRequest, RequestPlan, RequestResult, StepTimes
 from foredraft.runner.resident.graphs import GraphCache
 from foredraft.runner.resident.mailbox import Mailbox, MailboxSize
@@ -119,7 +120,7 @@ class ResidentDecoder:
         """
         num_drafts = plan.num_draft_tokens
         is_decode = plan.is_sampling and len(plan.token_ids) == num_drafts + 1 and num_drafts <= self._max_depth
-        if not is_decode or plan.num_tokens >= plan.terms.max_total_tokens:
+        if not is_decode or plan.num_tokens >= plan.terms.max_total_tokens or _reads_media(plan):
             return False
         depth = max(num_drafts, plan.window.depth if plan.window is not None else 0)
         most_rows = max(window_need(plan), depth + 1)
@@ -268,3 +269,12 @@ class _Clock:
 def _until_padding(row: Sequence[int]) -> tuple[int, ...]:
     end = row.index(-1) if -1 in row else len(row)
     return tuple(row[:end])
+
+
+def _reads_media(plan: RequestPlan) -> bool:
+    """Whether a row of the step, or one of the modules' that it makes, reads what the prompt shows: the device keeps
+    tokens."""
+    if not plan.terms.media:
+        return False
+    windowed = plan.window.token_ids if plan.window is not None else ()
+    return max((*plan.token_ids, *windowed)) >= FIRST_MEDIA_ID
