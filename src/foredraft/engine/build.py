@@ -104,7 +104,13 @@ def _build(
         return ResidentDecoder(model, config.max_num_seqs, max_depth, max_blocks, use_graphs=use_graphs)
 
     is_resident = execution in ("overlapped", "synchronous") and drafter_type is Drafter
-    runner_settings = RunnerSettings(verification, tools.compiler, make_resident if is_resident else None, execution)
+    runner_settings = RunnerSettings(
+        verification,
+        tools.compiler,
+        make_resident if is_resident else None,
+        execution,
+        config.media_cache_mib << 20,
+    )
 
     def make_runner(storage: CacheStorage, host_storage: CacheStorage | None = None) -> ModelRunner:
         drafter = None
@@ -113,7 +119,7 @@ def _build(
         return ModelRunner(target, drafter, storage, host_storage, runner_settings)
 
     demand = CacheDemand(config, layout, max_depth, loaded.info.max_position_embeddings)
-    size = _cache_size(demand, make_runner, target.device)
+    size = _cache_size(demand, make_runner, target.device, _media_bytes(demand) if target.placeholders else 0)
     storage = _storage(layout, size.num_blocks, config.block_size, target.device)
     host_storage = _host_storage(layout, size)
     runner = make_runner(storage, host_storage)
@@ -190,19 +196,29 @@ def _verification_settings(config: EngineConfig, drafted_token_ids: Tensor | Non
     )
 
 
+def _media_bytes(demand: CacheDemand) -> int:
+    """The most that embeddings of media take: those that are kept, one more, and those that a step reads."""
+    config, layout = demand.config, demand.layout
+    num_rows = min(config.max_model_len or demand.max_positions, demand.max_positions) + config.max_num_batched_tokens
+    return (config.media_cache_mib << 20) + num_rows * layout.hidden_size * layout.dtype.itemsize
+
+
 def _cache_size(
-    demand: CacheDemand, make_runner: Callable[[CacheStorage], ModelRunner], device: torch.device
+    demand: CacheDemand, make_runner: Callable[[CacheStorage], ModelRunner], device: torch.device, media_bytes: int = 0
 ) -> CacheSize:
-    """As the settings say; where they say nothing, and on a GPU, from the memory that the largest steps leave."""
+    """As the settings say; where they say nothing, and on a GPU, from the memory that the largest steps leave.
+
+    media_bytes: what embeddings of media will take beside the cache.
+    """
     config = demand.config
     if config.num_blocks is not None or config.kv_cache_memory_bytes is not None:
         return size_cache(demand, config.kv_cache_memory_bytes)
     if device.type != "cuda":
         return size_cache(demand, CPU_CACHE_BYTES)
     utilization = config.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
-    without_steps = size_cache(demand, measure_memory(device).cache_bytes(utilization))
+    without_steps = size_cache(demand, measure_memory(device).cache_bytes(utilization, media_bytes))
     profile = profile_memory(make_runner, demand, without_steps, device)
-    return size_cache(demand, profile.cache_bytes(utilization))
+    return size_cache(demand, profile.cache_bytes(utilization, media_bytes))
 
 
 def _storage(

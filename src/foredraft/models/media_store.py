@@ -12,7 +12,7 @@ from torch import Tensor
 from foredraft.media import FIRST_MEDIA_ID, Media
 
 DEFAULT_MEDIA_BYTES = 256 << 20
-"""Embeddings that are kept beyond a step."""
+"""Embeddings that are kept."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class MediaRows:
 class MediaStore:
     """Embeddings by the ids that rows of media go by. What is not there (any more) is encoded again.
 
-    encode: a tower, from one of media to its rows [num_tokens, hidden_size] on the model's device. Of what no pass
-    reads, the least recently read goes first, down to `max_bytes`.
+    encode: a tower, from one of media to its rows [num_tokens, hidden_size] on the model's device. More than
+    `max_bytes` and one image or sound are never there at once; the least recently read goes first.
     """
 
     def __init__(self, encode: Callable[[Media], Tensor], max_bytes: int = DEFAULT_MEDIA_BYTES) -> None:
@@ -54,14 +54,17 @@ class MediaStore:
         if not places:
             return None
         wanted = {ids[place] for place in places}
-        found: dict[int, Tensor] = {}
+        at: dict[int, int] = {}  # where in the parts a row lies
+        parts: list[Tensor] = []
         for one in {media.first_id: media for media in shown}.values():
-            if members := wanted.intersection(one.row_ids):
+            if members := sorted(wanted.intersection(one.row_ids)):
+                at |= {row_id: len(at) + number for number, row_id in enumerate(members)}
                 encoded = self._encoded(one)
-                found |= {row_id: encoded[row_id - one.first_id] for row_id in members}
-        embeddings = torch.stack([found[ids[place]] for place in places])
-        self._shrink()
-        return MediaRows(torch.tensor(places).to(embeddings.device), embeddings)
+                index = torch.tensor([row_id - one.first_id for row_id in members]).to(encoded.device)
+                parts.append(encoded.index_select(0, index))
+                self._shrink()
+        order = torch.tensor([at[ids[place]] for place in places]).to(parts[0].device)
+        return MediaRows(torch.tensor(places).to(order.device), torch.cat(parts).index_select(0, order))
 
     def _encoded(self, media: Media) -> Tensor:
         rows = self._kept.get(media.first_id)

@@ -41,18 +41,19 @@ class MemoryProfile:
     used_by_others_bytes: int
     peak_bytes: int
 
-    def cache_bytes(self, utilization: float) -> int:
-        """What is left for the cache if `utilization` of the device's memory is used in all.
+    def cache_bytes(self, utilization: float, reserved_bytes: int = 0) -> int:
+        """What is left for the cache if `utilization` of the device's memory is used in all, and so much is kept free.
 
         Raises ConfigError, with the numbers, if that is nothing.
         """
         allowed = int(self.total_bytes * utilization)
-        left = allowed - self.used_by_others_bytes - self.peak_bytes
+        left = allowed - self.used_by_others_bytes - self.peak_bytes - reserved_bytes
         if left <= 0:
             raise ConfigError(
                 f"gpu_memory_utilization={utilization} leaves no memory for the cache: {in_units(allowed)} of "
                 f"{in_units(self.total_bytes)} may be used, the model and its largest step take "
-                f"{in_units(self.peak_bytes)}, others on the device {in_units(self.used_by_others_bytes)}: raise "
+                f"{in_units(self.peak_bytes + reserved_bytes)}, others on the device "
+                f"{in_units(self.used_by_others_bytes)}: raise "
                 f"gpu_memory_utilization, or lower max_num_batched_tokens, max_num_seqs or max_model_len"
             )
         return left
