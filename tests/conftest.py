@@ -8,7 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import settings
+from media.torchvision_operators import lacks_operators, name_operators
 
+if lacks_operators():
+    name_operators()  # before transformers is imported, which imports torchvision
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read by Triton when it is first imported, which transformers' models do
 
