@@ -23,7 +23,7 @@ from foredraft.config import EngineConfig
 from foredraft.engine.build import build_engine
 from foredraft.engine.engine import Engine
 from foredraft.errors import RequestError
-from foredraft.media import FIRST_MEDIA_ID, Media
+from foredraft.media import FIRST_MEDIA_ID, Media, MediaKind
 from foredraft.sampling_params import SamplingParams
 
 build_multimodal = partial(tiny_inkling, layout="multimodal", rel_extent=40)
@@ -247,3 +247,30 @@ def test_choices_share_what_is_shown(directory: Path) -> None:
         alone = run(engine, [ids], SamplingParams(max_tokens=8, ignore_eos=True, temperature=1.0, seed=5))
         together = run(engine, [ids, ids, ids], SamplingParams(max_tokens=8, ignore_eos=True, temperature=1.0, seed=5))
     assert {tuple(request.output_token_ids) for request in together} == {tuple(alone[0].output_token_ids)}
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"pixel_values": torch.zeros(3, 2, 5, 5, 3)},
+        {"pixel_values": torch.zeros(2, 2, 4, 4, 3)},
+        {"pixel_values": torch.full((3, 2, 4, 4, 3), torch.nan)},
+        {"audio_input_ids": torch.zeros(1, 3, 4)},
+    ],
+    ids=["shape", "number", "nan", "name"],
+)
+@pytest.mark.parametrize("max_mib", [0, 1])
+def test_what_a_tower_cannot_read_ends_its_request_alone(
+    directory: Path, features: dict[str, Tensor], max_mib: int
+) -> None:
+    engine = engine_of(directory, media_cache_mib=max_mib)
+    expected = serve(engine, prompt_of(5, 6, 7, 8, 9, image(7, 3), 2), "good").output_token_ids
+    engine.reset_prefix_cache()
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    good = engine.add_request("again", [3, *[IMAGE_TOKEN] * 3, 2], params, media=[image(7, 3)])
+    wrong = [Media(MediaKind.IMAGE, features, 3)]
+    bad = engine.add_request("bad", [5, 6, 7, 8, 9, *[IMAGE_TOKEN] * 3, 2], params, media=wrong)
+    finish(engine)
+    assert bad.error is not None
+    assert good.error is None
+    assert serve(engine, prompt_of(5, 6, 7, 8, 9, image(7, 3), 2), "after").output_token_ids == expected

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ class MediaStore:
         self._encode = encode
         self._max_bytes = max_bytes
         self._kept: OrderedDict[int, Tensor] = OrderedDict()
+        self._sound: WeakSet[Media] = WeakSet()
         self.num_encoded = 0
 
     @property
@@ -66,11 +68,19 @@ class MediaStore:
         order = torch.tensor([at[ids[place]] for place in places]).to(parts[0].device)
         return MediaRows(torch.tensor(places).to(order.device), torch.cat(parts).index_select(0, order))
 
+    def check(self, ids: Collection[int], shown: Iterable[Media]) -> None:
+        """Encode what is about to be read for the first time. Raises whatever the tower raises."""
+        for one in shown:
+            if one not in self._sound and any(row_id in one.row_ids for row_id in ids):
+                self._encoded(one)
+                self._shrink()
+
     def _encoded(self, media: Media) -> Tensor:
         rows = self._kept.get(media.first_id)
         if rows is None:
             rows = self._kept[media.first_id] = self._encode(media)
             self.num_encoded += 1
+        self._sound.add(media)
         self._kept.move_to_end(media.first_id)
         return rows
 

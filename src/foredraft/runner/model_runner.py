@@ -14,6 +14,7 @@ from torch import Tensor
 
 from foredraft.cache.storage import CacheStorage
 from foredraft.config import Execution
+from foredraft.errors import described
 from foredraft.logprobs import TokenLogprob
 from foredraft.models.draft_head import DraftHead
 from foredraft.models.media_store import DEFAULT_MEDIA_BYTES, MediaStore
@@ -178,9 +179,11 @@ class ModelRunner:
         self.copy_blocks(plan.copies)
         for request in plan.requests:
             self._leave(request)
-        finite = self._run_target([p for p in plan.requests if p.token_ids])
-        broken = {p.request_id for p in plan.requests if not _is_whole(p, finite, 0)}
-        whole = [request for request in plan.requests if request.request_id not in broken]
+        unseen = self._check_media(plan.requests)
+        able = [request for request in plan.requests if request.request_id not in unseen]
+        finite = self._run_target([p for p in able if p.token_ids])
+        broken = {p.request_id for p in able if not _is_whole(p, finite, 0)}
+        whole = [request for request in able if request.request_id not in broken]
         for request in whole:
             if request.terms.num_prompt_logprobs is not None:
                 self._memory(request).score_prompt(request, partial(self._logits_of_rows, request))
@@ -197,11 +200,26 @@ class ModelRunner:
         drafted = self._now()
         masks, num_masks = (now - before for now, before in zip(self._mask_counts(plan.requests), masks_before))
         times = StepTimes(forwarded - started, verified - forwarded, drafted - verified, masks, int(num_masks))
-        results = (
-            RequestResult.broken(p.request_id) if p.request_id in broken else self._result(p, decisions, drafts)
-            for p in plan.requests
-        )
-        return StepResult(tuple(results), times)
+        results = unseen | {
+            p.request_id: RequestResult.broken(p.request_id)
+            if p.request_id in broken
+            else self._result(p, decisions, drafts)
+            for p in able
+        }
+        return StepResult(tuple(results[p.request_id] for p in plan.requests), times)
+
+    def _check_media(self, plans: Sequence[RequestPlan]) -> dict[str, RequestResult]:
+        """The results of requests that show what a tower cannot read: they end alone."""
+        unseen = {}
+        for plan in plans:
+            if self.media is not None and plan.terms.media:
+                read = {*plan.token_ids, *(plan.window.token_ids if plan.window is not None else ())}
+                try:
+                    self.media.check(read, plan.terms.media)
+                except Exception as error:  # any tower's own
+                    message = f"media cannot be shown to the model: {described(error)}"
+                    unseen[plan.request_id] = RequestResult(plan.request_id, error=message, is_broken=True)
+        return unseen
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request that is over."""
