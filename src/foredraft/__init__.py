@@ -13,16 +13,18 @@ from foredraft.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from foredraft.engine.llm import LLM
+    from foredraft.media import MediaPrompt
 else:
 
     def __getattr__(name):
-        # On first use: it brings torch and transformers, which take seconds and `foredraft --help` does not need.
-        if name != "LLM":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from foredraft.engine.llm import LLM
+        # On first use: they bring torch and transformers, which take seconds and `foredraft --help` does not need.
+        from importlib import import_module
 
-        globals()["LLM"] = LLM
-        return LLM
+        modules = {"LLM": "foredraft.engine.llm", "MediaPrompt": "foredraft.media"}
+        if name not in modules:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = globals()[name] = getattr(import_module(modules[name]), name)
+        return found
 
 
 __version__ = "0.1.0"
@@ -35,6 +37,7 @@ __all__ = [
     "FinishReason",
     "ForedraftError",
     "LogitsProcessor",
+    "MediaPrompt",
     "ModelLoadError",
     "RequestError",
     "RequestOutput",

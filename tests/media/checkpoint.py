@@ -34,7 +34,7 @@ CHAT_TEMPLATE = (
 
 def tiny_multimodal(path: Path, **options: Any) -> Path:
     """The checkpoint, with modules inside it; options: of `tiny_inkling`. Returns `path`."""
-    tiny_inkling(path, layout="multimodal", **options)
+    tiny_inkling(path, layout="multimodal", unpadded_vocab_size=len(LETTERS) + 4, **options)
     save_processor(path)
     return path
 

@@ -30,7 +30,7 @@ Output = Annotated[Path | None, typer.Option(help="write the figures here, as JS
 
 def tokenize(llm: LLM, texts: Sequence[str], *, is_raw: bool = False) -> list[list[int]]:
     """Token ids of the prompts."""
-    return [build_prompt(llm, text, is_raw=is_raw) for text in texts]
+    return [list(build_prompt(llm, text, is_raw=is_raw).token_ids) for text in texts]
 
 
 def batches_of(prompts: list[list[int]], batch_size: int) -> list[list[list[int]]]:

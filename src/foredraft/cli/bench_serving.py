@@ -334,7 +334,8 @@ def _check_mode(mode: str, concurrency: int | None, repeats: int | None) -> None
 def _token_ids(llm: LLM, item: WorkItem, *, is_raw: bool) -> list[int]:
     if item.messages is not None:
         return llm.chat_prompt(item.messages)
-    return build_prompt(llm, item.prompt, is_raw=is_raw) if isinstance(item.prompt, str) else list(item.prompt)
+    prompt = build_prompt(llm, item.prompt, is_raw=is_raw).token_ids if isinstance(item.prompt, str) else item.prompt
+    return list(prompt)
 
 
 @contextmanager

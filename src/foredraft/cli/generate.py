@@ -23,7 +23,7 @@ from foredraft.sampling_params import SamplingParams
 from foredraft.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
-    from foredraft import LLM
+    from foredraft import LLM, MediaPrompt
 
 WARM_UP_TOKENS = 16
 
@@ -36,6 +36,8 @@ def _sampling(help_text: str, *flags: str) -> Any:
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="the text; `-` or nothing reads standard input")] = None,
     system: Annotated[str | None, typer.Option(help="a system message before it")] = None,
+    image: Annotated[list[Path] | None, typer.Option(help="a file to show before the text; repeatable")] = None,
+    audio: Annotated[list[Path] | None, typer.Option(help="a file of sound to play before it; repeatable")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="continue the text as it is, without the chat template")] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="run without drafts too, and compare tokens and speed")
@@ -92,9 +94,9 @@ def generate(
             ignore_eos=ignore_eos,
         )
     llm = load(config, is_quiet=as_json)
-    tokens = build_prompt(llm, text, is_raw=raw, system=system)
     with llm:
-        runs = _run(llm, tokens, params, is_comparing=compare, is_quiet=as_json)
+        built = build_prompt(llm, text, is_raw=raw, system=system, images=image or (), audio=audio or ())
+        runs = _run(llm, built, params, is_comparing=compare, is_quiet=as_json)
     if as_json:
         print(json.dumps(_comparison(runs, params) if compare else runs[0].to_dict()))
     else:
@@ -134,7 +136,7 @@ def _read_prompt(prompt: str | None) -> str:
     return text
 
 
-def _run(llm: LLM, prompt: list[int], params: SamplingParams, *, is_comparing: bool, is_quiet: bool) -> list[Run]:
+def _run(llm: LLM, prompt: MediaPrompt, params: SamplingParams, *, is_comparing: bool, is_quiet: bool) -> list[Run]:
     """The run with drafts, and before it, for a comparison, one without. Text goes out unless `is_quiet`."""
     depth = llm.engine.limits.max_depth
     runs = []
@@ -155,7 +157,7 @@ def _run(llm: LLM, prompt: list[int], params: SamplingParams, *, is_comparing: b
     return runs
 
 
-def _run_plain(llm: LLM, prompt: list[int], params: SamplingParams, *, is_quiet: bool) -> Run:
+def _run_plain(llm: LLM, prompt: MediaPrompt, params: SamplingParams, *, is_quiet: bool) -> Run:
     """Warm up with and without drafts, then run without. Standard output is for the other run: it has one text."""
     for depth in (None, 0):
         llm.generate(

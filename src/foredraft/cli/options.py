@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, fields
+from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
@@ -19,7 +20,7 @@ from foredraft.errors import ConfigError, RequestError
 from foredraft.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from foredraft import LLM
+    from foredraft import LLM, MediaPrompt
 
 _SHORT_FLAGS = {"model": "-m", "num_speculative_tokens": "-k"}
 
@@ -95,11 +96,24 @@ def load(config: EngineConfig, *, is_quiet: bool = False) -> LLM:
     return llm
 
 
-def build_prompt(llm: LLM, text: str, *, is_raw: bool, system: str | None = None) -> list[int]:
-    """Token ids for `text`: a conversation where the tokenizer has a chat template, unless it `is_raw`."""
+def build_prompt(
+    llm: LLM,
+    text: str,
+    *,
+    is_raw: bool,
+    system: str | None = None,
+    images: Sequence[Path] = (),
+    audio: Sequence[Path] = (),
+) -> MediaPrompt:
+    """The prompt for `text`: a conversation where the tokenizer has a chat template, unless it `is_raw`.
+
+    In a conversation what is shown comes before the text; a raw text has a placeholder for each.
+    """
     if is_raw or (system is None and not getattr(llm.tokenizer, "chat_template", None)):
-        return llm.token_ids(text)
-    messages = [{"role": "user", "content": text}]
+        return llm.read_prompt({"prompt": text, "images": images, "audio": audio})
+    shown = [{"type": "image", "image": path} for path in images] + [{"type": "audio", "audio": path} for path in audio]
+    content = [*shown, {"type": "text", "text": text}] if shown else text
+    messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
-    return llm.chat_prompt(messages)
+    return llm.read_conversation(messages)

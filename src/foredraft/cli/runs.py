@@ -13,7 +13,7 @@ from foredraft.sampling_params import SamplingParams
 from foredraft.statistics import EngineStats
 
 if TYPE_CHECKING:
-    from foredraft import LLM
+    from foredraft import LLM, MediaPrompt
 
 INTERRUPTED = "interrupted"
 
@@ -61,7 +61,7 @@ class Run:
 
 
 def run_prompt(
-    llm: LLM, prompt: list[int], params: SamplingParams, depth: int, show: Callable[[TextPiece], None]
+    llm: LLM, prompt: MediaPrompt, params: SamplingParams, depth: int, show: Callable[[TextPiece], None]
 ) -> Run:
     """Stream one prompt, piece by piece to `show`. Ctrl-C ends it early, with what it has."""
     llm.reset_stats()

@@ -13,9 +13,13 @@ from transformers import PreTrainedTokenizerBase
 from foredraft.config import EngineConfig
 from foredraft.engine.build import build_engine, resolve_depth
 from foredraft.engine.engine import Engine
+from foredraft.engine.media_limits import MediaLimits
+from foredraft.engine.media_parts import read_prompt, take_media
+from foredraft.engine.media_reader import MediaReader
 from foredraft.engine.open_request import OpenRequest
 from foredraft.engine.open_requests import OpenRequests
 from foredraft.errors import ConfigError, RequestError
+from foredraft.media import MediaPrompt
 from foredraft.models.builtin import BUILTIN_NAME, builtin_checkpoint, builtin_mtp_directory
 from foredraft.models.loader import CheckpointInfo, inspect_checkpoint, load_checkpoint
 from foredraft.models.quantization import quantize_linear_layers
@@ -25,7 +29,7 @@ from foredraft.sampling_params import SamplingParams
 from foredraft.statistics import EngineStats
 from foredraft.stopping import FinishReason
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | MediaPrompt | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 
@@ -56,6 +60,8 @@ class LLM:
         self.loaded = loaded
         self.tokenizer: PreTrainedTokenizerBase | None = loaded.tokenizer
         self.requests = OpenRequests(build_engine(loaded, config))
+        limits = MediaLimits(max_tokens=self.engine.limits.max_model_len)
+        self._media = None if loaded.processor is None else MediaReader(loaded.processor, limits=limits)
 
     def close(self) -> None:
         """End all requests and, with `cache_dir`, save the cache. `with LLM(...) as llm:` closes at its end."""
@@ -97,8 +103,10 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt (text or token ids), all in one batch; outputs in the order of the prompts, each with
-        its `n` choices.
+        """Continue each prompt, all in one batch; outputs in the order of the prompts, each with its `n` choices.
+
+        A prompt is text, token ids, a `MediaPrompt`, or {"prompt": text or token ids, "images": [...], "audio": [...]}
+        with one placeholder token for each that is shown: images of Pillow's, (samples, rate), or files.
 
         A prompt that can never be served gets an output with finish_reason "error" and the reason; the others are
         unharmed. Raises RequestError if `params` does not fit `prompts`.
@@ -130,27 +138,34 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, with the tokenizer's chat template.
 
-        A message is {"role": ..., "content": ...}. Raises RequestError if there is no chat template.
+        A message is {"role": ..., "content": ...}. A content is text or a list of parts as in OpenAI's API: text,
+        `image_url`, `input_audio`; or {"type": "image", "image": ...} and {"type": "audio", "audio": ...} with what
+        `generate` takes. Raises RequestError if there is no chat template, or if something cannot be shown.
         """
         if not _is_list(messages):
             raise RequestError(f"messages must be a list, not {type(messages).__name__}")
         several: Any = messages if messages and not isinstance(messages[0], Mapping) else [messages]
-        return self.generate([self.chat_prompt(conversation) for conversation in several], params)
+        return self.generate([self.read_conversation(conversation) for conversation in several], params)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of a conversation, up to where the assistant answers."""
+        return list(self.read_conversation(messages).token_ids)
+
+    def read_conversation(self, messages: Sequence[Message]) -> MediaPrompt:
+        """The prompt that a conversation makes, with what it shows. Raises RequestError."""
         tokenizer = self._require_tokenizer()
         if not tokenizer.chat_template:
             raise RequestError("messages need a chat template, and the tokenizer has none: use generate")
         is_list = _is_list(messages) and len(messages) > 0
         if not is_list or not all(isinstance(m, Mapping) and "role" in m and "content" in m for m in messages):
             raise RequestError('messages must be a list of {"role": ..., "content": ...}')
-        conversation = [dict(message) for message in messages]
+        conversation, media = take_media(messages, self._media, is_callers_own=True)
         try:
             text: Any = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise RequestError(f"messages do not fit the chat template: {error}") from error
-        return self._encode(tokenizer, text, add_special_tokens=False)
+        token_ids = self._encode(tokenizer, text, add_special_tokens=False)
+        return MediaPrompt(token_ids) if self._media is None else self._media.prompt(token_ids, media, "messages")
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[StreamChunk, None, None]:
         """Continue one prompt; yields what each step adds, and the whole output with the last chunk.
@@ -178,21 +193,30 @@ class LLM:
     def _submit(self, prompt: Prompt, params: SamplingParams) -> OpenRequest:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
-        echo = (lambda: self._echo(prompt, params)) if params.echo else None
-        return self.requests.submit(self.token_ids(prompt), params, echo)
+        read = self.read_prompt(prompt)
+        echo = (lambda: self._echo(prompt, read.token_ids, params)) if params.echo else None
+        return self.requests.submit(read.token_ids, params, echo, read.media)
 
-    def _echo(self, prompt: Prompt, params: SamplingParams) -> str:
+    def _echo(self, prompt: Prompt, token_ids: Sequence[int], params: SamplingParams) -> str:
         if isinstance(prompt, str) or self.tokenizer is None:
             return prompt if isinstance(prompt, str) else ""
-        return str(self.tokenizer.decode(list(prompt), skip_special_tokens=params.skip_special_tokens))
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=params.skip_special_tokens))
 
     def token_ids(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt as they are run; RequestError if it is text and there is no tokenizer."""
+        return list(self.read_prompt(prompt).token_ids)
+
+    def read_prompt(self, prompt: Prompt) -> MediaPrompt:
+        """A prompt as it is run, with what it shows. Raises RequestError."""
+        if isinstance(prompt, MediaPrompt):
+            return prompt
+        if isinstance(prompt, Mapping):
+            return read_prompt(prompt, self.token_ids, self._media)
         if isinstance(prompt, str):
-            return self._encode(self._require_tokenizer(), prompt, add_special_tokens=True)
+            return MediaPrompt(self._encode(self._require_tokenizer(), prompt, add_special_tokens=True))
         if not _is_list(prompt):
             raise RequestError(f"a prompt must be text or a list of token ids, not {type(prompt).__name__}")
-        return list(prompt)
+        return MediaPrompt(list(prompt))
 
     @staticmethod
     def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -257,7 +281,7 @@ def _is_list(value: object) -> bool:
 
 
 def _prompts(prompts: Any) -> list[Prompt]:
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | MediaPrompt | Mapping):
         return [prompts]
     if not _is_list(prompts):
         raise RequestError(

@@ -8,7 +8,7 @@ from typing import Any
 from foredraft.engine.media_files import AUDIO_FORMATS
 from foredraft.engine.media_reader import MediaReader
 from foredraft.errors import RequestError, shown
-from foredraft.media import Media
+from foredraft.media import Media, MediaPrompt
 
 Part = Mapping[str, Any]
 
@@ -30,7 +30,8 @@ def take_media(
             reader.check_text(content, field)
         if isinstance(content, Sequence) and not isinstance(content, str):
             parts = [
-                _part(part, f"{field}.{place}", reader, media, is_callers_own) for place, part in enumerate(content)
+                _part(part, f"{field}.{place}", reader, media, is_callers_own=is_callers_own)
+                for place, part in enumerate(content)
             ]
             plain.append({**message, "content": parts})
         else:
@@ -38,7 +39,35 @@ def take_media(
     return plain, media
 
 
-def _part(part: Any, field: str, reader: MediaReader | None, media: list[Media], is_callers_own: bool) -> Any:
+def read_prompt(
+    prompt: Mapping[str, Any], token_ids: Callable[[Any], list[int]], reader: MediaReader | None
+) -> MediaPrompt:
+    """A prompt of the caller's own: {"prompt": ..., "images": [...], "audio": [...]}.
+
+    token_ids: reads text or ids. reader: None for a model that takes text only. Raises RequestError.
+    """
+    if wrong := set(prompt) - {"prompt", "images", "audio"}:
+        raise RequestError(
+            f"prompt must have no key besides prompt, images and audio, but has {shown(min(map(str, wrong)))}"
+        )
+    if not isinstance(text := prompt.get("prompt"), str | Sequence):
+        raise RequestError("prompt must have text or token ids under the key prompt")
+    media: list[Media] = []
+    for name in ("images", "audio"):
+        items = prompt.get(name, ())
+        if not isinstance(items, Sequence) or isinstance(items, str | bytes):
+            raise RequestError(f"{name} must be a list, not {type(items).__name__}")
+        for index, item in enumerate(items):
+            if reader is None:
+                raise RequestError(f"{name} must be empty: this model takes text only")
+            field = f"{name}.{index}"
+            media.append(reader.image(item, field) if name == "images" else reader.audio(item, field))
+            _check_total(media, field, reader)
+    found = token_ids(text)
+    return MediaPrompt(found) if reader is None else reader.prompt(found, media)
+
+
+def _part(part: Any, field: str, reader: MediaReader | None, media: list[Media], *, is_callers_own: bool) -> Any:
     """What the template sees of a part; what it shows is added to `media`."""
     kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
     if kind == "text":
@@ -54,10 +83,15 @@ def _part(part: Any, field: str, reader: MediaReader | None, media: list[Media],
     if reader is None:
         raise RequestError(f"{field}.type must be text, not {kind}: this model takes text only")
     media.append(known[kind](part, field, reader))
+    _check_total(media, field, reader)
+    return {"type": media[-1].kind.value}
+
+
+def _check_total(media: Sequence[Media], field: str, reader: MediaReader) -> None:
+    """Before more is read, which could never be run."""
     num_tokens = sum(one.num_tokens for one in media)
     if (limit := reader.limits.max_tokens) is not None and num_tokens > limit:
         raise RequestError(f"{field} brings what is shown to {num_tokens} tokens; max_model_len={limit} is too few")
-    return {"type": media[-1].kind.value}
 
 
 def _image_url(part: Part, field: str, reader: MediaReader) -> Media:

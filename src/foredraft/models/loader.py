@@ -37,6 +37,7 @@ from foredraft.models.checkpoint_files import (
     weight_files,
 )
 from foredraft.models.families.registry import family_of
+from foredraft.models.media_processor import MediaProcessor, load_media_processor
 from foredraft.models.mtp_weights import (
     MtpLayout,
     MtpSource,
@@ -81,7 +82,7 @@ class LoadedModel:
     """A target ready to run, with as many MTP modules as were asked for.
 
     num_mtp_modules: how many the checkpoint has. tokenizer: None if the directory has none. eos_token_ids: from the
-    generation configuration, else from the model's.
+    generation configuration, else from the model's. processor: None for a model that takes text only.
     """
 
     target: PreTrainedModel
@@ -90,6 +91,7 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase | None
     info: CheckpointInfo
     eos_token_ids: frozenset[int]
+    processor: MediaProcessor | None = None
 
 
 def inspect_checkpoint(
@@ -110,15 +112,15 @@ def load_checkpoint(
     attn_implementation: str = ATTENTION_NAME,
     load_format: LoadFormat = "auto",
 ) -> LoadedModel:
-    """Load a target with its first `num_modules` MTP modules (None: all; 0: none) and its tokenizer.
+    """Load a target with its first `num_modules` MTP modules (None: all; 0: none), its tokenizer and its processor.
 
     model: a directory that transformers can load as a decoder, or an id on the Hugging Face hub. mtp: an
     `mtp.safetensors` file or a directory with one; None looks in the model's directory, then inside the checkpoint.
     Weights are converted to `dtype`, except those that the model's class keeps in float32 (routers). The modules
     share the target's embedding and head.
 
-    load_format "dummy": only config.json and, where there are any, the files of the tokenizer are read, and the weights
-    are random (see `models.dummy`). There are as many modules as the configuration says, or as `mtp` holds.
+    load_format "dummy": only config.json and, where there are any, the files of tokenizer and processor are read; the
+    weights are random (see `models.dummy`). There are as many modules as the configuration says, or as `mtp` holds.
 
     ModelLoadError: not found, not readable, not a decoder that Foredraft runs, or weights that do not fit it; unless
     num_modules is 0, also tensors that look like those of modules, but that no known layout has.
@@ -147,7 +149,10 @@ def load_checkpoint(
         elif wanted and source is not None:
             modules = build_mtp_model(target, source, wanted, dtype, device)
     tokenizer = load_tokenizer(info.path)
-    return LoadedModel(target, modules, info.num_mtp_modules, tokenizer, info, _eos_token_ids(target))
+    processor = load_media_processor(info.path, family_of(target.config).placeholders(target.config))
+    if tokenizer is not None and processor is not None:  # older checkpoints have the template beside the processor
+        tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
+    return LoadedModel(target, modules, info.num_mtp_modules, tokenizer, info, _eos_token_ids(target), processor)
 
 
 def _examine(
