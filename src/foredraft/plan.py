@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from foredraft.exactness import ExactRows
 from foredraft.logprobs import TokenLogprob
-from foredraft.media import Media
 from foredraft.sampling_params import SamplingParams
 from foredraft.stopping import FinishReason, first_stop
+
+if TYPE_CHECKING:  # it brings torch, which `foredraft --help` does not need
+    from foredraft.media import Media
 
 
 class CopyKind(Enum):

@@ -10,7 +10,7 @@ import pytest
 
 from foredraft.errors import ConfigError
 from foredraft.server.service import Service
-from foredraft.server.settings import MAX_BODY_MIB, MAX_SECONDS, ServerSettings
+from foredraft.server.settings import MAX_BODY_MIB, MAX_PIXELS, MAX_SECONDS, ServerSettings
 
 
 def test_what_it_does_by_itself() -> None:
@@ -57,6 +57,16 @@ def test_what_it_does_by_itself() -> None:
         ("access_log", None),
         ("traces_endpoint", " "),
         ("traces_endpoint", "127.0.0.1:4318"),
+        ("max_media_mib", 0),
+        ("max_image_pixels", MAX_PIXELS + 1),
+        ("max_audio_seconds", 0),
+        ("max_audio_seconds", 1.5),
+        ("allowed_local_media_path", "/no/such/directory"),
+        ("allowed_local_media_path", __file__),
+        ("allowed_media_hosts", ""),
+        ("allowed_media_hosts", "http://example.com"),
+        ("allowed_media_hosts", "example.com, a/b"),
+        ("allowed_media_hosts", "user@example.com"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(field: str, value: Any) -> None:
@@ -79,10 +89,21 @@ def test_a_wrong_setting_is_refused_by_name(field: str, value: Any) -> None:
         ("cors_origin", "*"),
         ("access_log", True),
         ("traces_endpoint", "http://127.0.0.1:4318/v1/traces"),
+        ("max_media_mib", 1),
+        ("max_image_pixels", MAX_PIXELS),
+        ("max_audio_seconds", 1),
+        ("allowed_local_media_path", Path(__file__).parent),
+        ("allowed_media_hosts", "example.com, example.org:8080"),
     ],
 )
 def test_right_settings_are_taken(field: str, value: Any) -> None:
     assert getattr(ServerSettings(**{field: value}), field) == value
+
+
+def test_hosts_are_listed_with_commas() -> None:
+    assert ServerSettings().media_hosts == frozenset()
+    hosts = ServerSettings(allowed_media_hosts="example.com, example.org:8080,").media_hosts
+    assert hosts == {"example.com", "example.org:8080"}
 
 
 def test_every_setting_says_what_it_does() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -164,16 +164,16 @@ def _text_router(service: Service) -> APIRouter:
             service.check_model(body.model)
             reader = service.reader
 
-            def tokens() -> list[int]:
+            def tokens() -> Sequence[int]:
                 if body.conversation is not None:
-                    return read_conversation(reader, body, body.conversation, body.plain_tools)
+                    return read_conversation(reader, body, body.conversation, body.plain_tools).token_ids
                 assert body.prompt is not None
                 return reader.encode(body.prompt, body.add_special_tokens is not False)
 
             token_ids = await service.apart(tokens)
         texts = [reader.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None
         limit = service.engine.llm.engine.limits.max_model_len
-        return Tokenized(count=len(token_ids), max_model_len=limit, tokens=token_ids, token_strs=texts)
+        return Tokenized(count=len(token_ids), max_model_len=limit, tokens=list(token_ids), token_strs=texts)
 
     @router.post("/detokenize", summary="The text of tokens", response_model=Detokenized, responses=errors)
     async def detokenize(request: Request) -> Detokenized:

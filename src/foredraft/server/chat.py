@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from foredraft.engine.async_engine import Submission
+from foredraft.engine.media_parts import take_media
 from foredraft.engine.served import Job
 from foredraft.errors import RequestError
+from foredraft.media import MediaPrompt
 from foredraft.outputs import Choice, StreamChunk
 from foredraft.sampling_params import SamplingParams
 from foredraft.server.answers import (
@@ -59,7 +61,8 @@ class ChatAnswer:
     def _jobs(self) -> list[Job]:
         body = self._body
         params = self._with_tools(body.sampling_params()) if self._tools else body.sampling_params()
-        return [Job(read_conversation(self._reader, body, body.conversation, self._tools), params)]
+        prompt = read_conversation(self._reader, body, body.conversation, self._tools)
+        return [Job(prompt.token_ids, params, media=prompt.media)]
 
     def _with_tools(self, params: SamplingParams) -> SamplingParams:
         """What the output must look like for the tools that may or must be called."""
@@ -151,12 +154,14 @@ def read_conversation(
     body: TemplateFields,
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
-) -> list[int]:
-    """The token ids of a conversation, as the chat template writes it; one that knows no tools gets them as text.
+) -> MediaPrompt:
+    """A conversation as the chat template writes it, with what it shows; one that knows no tools gets them as text.
 
     Takes a while. Raises RequestError.
     """
+    messages, media = take_media(messages, reader.media)
     has_calls = any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
     if (tools or has_calls) and not reader.supports_tools:
         messages, tools = render_without_template(messages, tools or ()), None
-    return reader.chat(messages, tools, **body.template_options)
+    token_ids = reader.chat(messages, tools, **body.template_options)
+    return MediaPrompt(token_ids) if reader.media is None else reader.media.prompt(token_ids, media, "messages")

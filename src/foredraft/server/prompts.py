@@ -13,6 +13,7 @@ from typing import Any
 from jinja2 import Environment, TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from foredraft.engine.media_reader import MediaReader
 from foredraft.errors import RequestError, described
 
 MIN_LONGEST_TOKEN = 64
@@ -28,10 +29,13 @@ class PromptReader:
     RequestError that begins with the field's name (prompt, messages, tools, tokens).
 
     A text is refused unread if it has more characters than max_model_len tokens of the longest text in the vocabulary
-    (of at least 64 characters) could have.
+    (of at least 64 characters) could have. media: reads what is shown, for a model that does not take text only.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, max_model_len: int) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, max_model_len: int, media: MediaReader | None = None
+    ) -> None:
+        self.media = media
         self._tokenizer = copy.deepcopy(tokenizer)
         self._bytes: dict[int, bytes] = {}
         if self._tokenizer is None:
@@ -87,9 +91,10 @@ class PromptReader:
     ) -> list[int]:
         """The token ids of a conversation, as the chat template writes it. Raises RequestError.
 
-        Messages are as in OpenAI's API. Parts of a content become one text, with line breaks between them; no content
-        becomes an empty text; the arguments of tool calls become objects where they are the text of one; `developer`
-        becomes `system` where the template does not know it.
+        Messages are as in OpenAI's API, and what they show as `take_media` leaves it. Parts of a content stay where a
+        model takes images or sound; else they become one text, with line breaks between them. No content becomes an
+        empty text; the arguments of tool calls become objects where they are the text of one; `developer` becomes
+        `system` where the template does not know it.
         """
         tokenizer = self._require("messages")
         if not tokenizer.chat_template:
@@ -104,7 +109,8 @@ class PromptReader:
             raise RequestError("messages must hold at least one message")
         plain_tools: Any = [dict(tool) for tool in tools] if tools else None
         template = self._template(plain_tools)
-        conversation = [_message(message, knows_developer="developer" in template) for message in messages]
+        options = {"knows_developer": "developer" in template, "keeps_parts": self.media is not None}
+        conversation = [_message(message, **options) for message in messages]
         if continue_final_message and not conversation[-1]["content"]:
             raise RequestError("messages must end with one that has content, if it is to be continued")
         try:
@@ -192,14 +198,15 @@ class PromptReader:
         return self._tokenizer
 
 
-def _message(message: Mapping[str, Any], *, knows_developer: bool) -> dict[str, Any]:
+def _message(message: Mapping[str, Any], *, knows_developer: bool, keeps_parts: bool) -> dict[str, Any]:
     """As chat templates expect it."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError('messages must be a list of {"role": ..., "content": ...}')
     plain = dict(message)
     if plain["role"] == "developer" and not knows_developer:
         plain["role"] = "system"
-    plain["content"] = _content(plain.get("content"))
+    if not keeps_parts or not isinstance(plain.get("content"), list):
+        plain["content"] = _content(plain.get("content"))
     if calls := plain.pop("tool_calls", None):
         plain["tool_calls"] = [_call(call) for call in calls]
     return plain

@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
 
 from foredraft import LLM
 from foredraft.engine.async_engine import AsyncEngine, EngineState, Submission
+from foredraft.engine.media_limits import MediaLimits
+from foredraft.engine.media_reader import MediaReader
 from foredraft.engine.observation import Observer
 from foredraft.engine.served import Job
 from foredraft.errors import EngineUnavailableError, shown
@@ -64,7 +67,7 @@ class Service:
     def prepare(self, llm: LLM) -> Observer:
         """Called in the engine's thread when the model is loaded, before requests are taken."""
         limits = llm.engine.limits
-        self._reader = PromptReader(llm.tokenizer, limits.max_model_len)
+        self._reader = PromptReader(llm.tokenizer, limits.max_model_len, _media_reader(self.settings, llm))
         self.metrics.announce(limits.max_depth)
         return self.observer
 
@@ -160,3 +163,22 @@ class Service:
             pool.shutdown(wait=False, cancel_futures=True)
         if self._tracer is not None:
             self._tracer.close()
+
+
+def _media_reader(settings: ServerSettings, llm: LLM) -> MediaReader | None:
+    """What reads the images and sound of messages; None for a model that takes text only."""
+    if (processor := llm.loaded.processor) is None:
+        return None
+    path = settings.allowed_local_media_path
+    limits = MediaLimits(
+        max_bytes=settings.max_media_mib << 20,
+        max_pixels=settings.max_image_pixels,
+        max_seconds=settings.max_audio_seconds,
+        max_tokens=llm.engine.limits.max_model_len,
+    )
+    return MediaReader(
+        processor,
+        allowed_local_path=None if path is None else Path(path),
+        allowed_hosts=settings.media_hosts,
+        limits=limits,
+    )

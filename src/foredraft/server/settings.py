@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from foredraft.server.tools.formats import TOOL_FORMATS
 
 MAX_SECONDS = 86_400.0
 MAX_BODY_MIB = 1024
+HOST = re.compile(r"[A-Za-z0-9.-]+(:[0-9]+)?")
+MAX_PIXELS = 1 << 26  # at 80 million Pillow itself begins to warn
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -30,6 +33,16 @@ class ServerSettings:
     served_model_name: str | None = _setting(None, "the name of the model in the API; the checkpoint's if left out")
     max_waiting: int = _setting(256, "choices that may wait to start; when so many do, further requests get a 429")
     max_body_mib: int = _setting(8, "largest body of a request, in MiB")
+    max_media_mib: int = _setting(20, "largest file of an image or of sound, in MiB")
+    max_image_pixels: int = _setting(1 << 24, "pixels that an image may have")
+    max_audio_seconds: int = _setting(600, "how long a piece of sound may last")
+    allowed_local_media_path: str | Path | None = _setting(
+        None, "directory whose files messages may show by file:// URLs; none if left out"
+    )
+    allowed_media_hosts: str | None = _setting(
+        None,
+        "hosts that images and sound may be fetched from, host or host:port, with commas between; none if left out",
+    )
     drain_seconds: float = _setting(30.0, "how long requests may go on after SIGTERM")
     tool_format: str | None = _setting(None, "how the model writes tool calls; by its chat template if left out")
     cors_origin: str | None = _setting(None, "origin of web pages elsewhere that may use the API; * is any")
@@ -37,7 +50,15 @@ class ServerSettings:
     traces_endpoint: str | None = _setting(None, "OTLP endpoint (HTTP) that gets a trace of each request")
 
     def __post_init__(self) -> None:
-        for name in ("host", "api_key", "served_model_name", "tool_format", "cors_origin", "traces_endpoint"):
+        for name in (
+            "host",
+            "api_key",
+            "served_model_name",
+            "tool_format",
+            "cors_origin",
+            "traces_endpoint",
+            "allowed_media_hosts",
+        ):
             value = getattr(self, name)
             if value is None and name != "host":
                 continue
@@ -55,11 +76,25 @@ class ServerSettings:
         _integer("port", self.port, 0, 65_535)
         _integer("max_waiting", self.max_waiting, 1, 2**31)
         _integer("max_body_mib", self.max_body_mib, 1, MAX_BODY_MIB)
+        _integer("max_media_mib", self.max_media_mib, 1, MAX_BODY_MIB)
+        _integer("max_image_pixels", self.max_image_pixels, 1, MAX_PIXELS)
+        _integer("max_audio_seconds", self.max_audio_seconds, 1, int(MAX_SECONDS))
+        if self.allowed_local_media_path is not None and not Path(self.allowed_local_media_path).is_dir():
+            path = shown(str(self.allowed_local_media_path))
+            raise ConfigError(f"allowed_local_media_path must be a directory that is there, not {path}")
+        if self.allowed_media_hosts is not None and not all(map(HOST.fullmatch, self.media_hosts)):
+            rule = "must be hosts like example.com or example.com:8080, with commas between"
+            raise ConfigError(f"allowed_media_hosts {rule}, not {shown(self.allowed_media_hosts)}")
         seconds = self.drain_seconds
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= MAX_SECONDS:
             raise ConfigError(f"drain_seconds must be a number from 0 to {MAX_SECONDS:.0f}, not {shown(seconds)}")
         if not isinstance(self.access_log, bool):
             raise ConfigError(f"access_log must be true or false, not {shown(self.access_log)}")
+
+    @property
+    def media_hosts(self) -> frozenset[str]:
+        """The hosts that images and sound may be fetched from."""
+        return frozenset(host.strip() for host in (self.allowed_media_hosts or "").split(",") if host.strip())
 
     def read_api_keys(self) -> frozenset[str]:
         """All keys that clients may send; none: anybody is served. Raises ConfigError for a file that has none."""

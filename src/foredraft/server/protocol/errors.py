@@ -129,12 +129,13 @@ def from_request_error(error: RequestError, names: Mapping[str, str] | None = No
     names: what the API calls a field where it has another name for it; the message then begins with that.
     """
     message = str(error)
-    found = re.match(r"(the )?([a-z_]+)", message)
+    found = re.match(r"(the )?([a-z_]+)((?:\.\d[.\w]*)?)", message)
     field = found.group(2) if found else None
-    if field not in FIELDS:
+    if found is None or field not in FIELDS:
         return invalid(message)
     param = (names or {}).get(field, field)
-    return invalid(message if param == field else f"{param}: {message}", param)
+    inside = found.group(3)  # as in messages.0.content
+    return invalid(message if param == field else f"{param}: {message}", param + inside)
 
 
 def _rule(error: Mapping[str, Any]) -> str:
