@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
     f"{{% if part['type'] == 'image' %}}{IMAGE_BOS}{IMAGE}"
     f"{{% elif part['type'] == 'audio' %}}{AUDIO_BOS}{AUDIO}"
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %} {% endfor %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
+    "{{ suffix }}{% if add_generation_prompt %}a:{% endif %}"
 )
 
 

@@ -94,7 +94,7 @@ def test_bad_prompts_fail_alone(llm: LLM) -> None:
         ({"prompt": f"a{IMAGE}", "images": [b"x"]}, "images.0 must be an image in one of the formats"),
         ({"prompt": "a", "images": picture()}, "images must be a list, not Image"),
         ({"prompt": "a", "video": []}, "prompt must have no key besides prompt, images and audio, but has 'video'"),
-        ({"images": []}, "prompt must have text or token ids under the key prompt"),
+        ({"images": []}, 'a prompt must be text, token ids, or {"prompt"'),
         (f"a{IMAGE}", "media: the prompt has 1 placeholders of image"),
         ([1, IMAGE_ID], "media: the prompt has 1 placeholders of image"),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -166,12 +167,18 @@ def test_bad_media_are_refused_and_the_next_request_is_served(live: LiveServer, 
 def test_what_else_is_refused(live: LiveServer) -> None:
     """In other roles, as text, as token ids, through variables of the template, and more than fits."""
     system = [{"role": "system", "content": [image_part(PNG)]}]
-    cases: list[tuple[str, dict[str, Any], str | None, str]] = [
+    cases: list[tuple[str, dict[str, Any], str, str]] = [
         (CHAT, {"messages": system}, "messages.0.content.0.type", "must be text in a message of role system"),
         (CHAT, {"messages": [{"role": "user", "content": IMAGE}]}, "messages.0.content", "it stands for image"),
         ("/tokenize", {"messages": [{"role": "user", "content": AUDIO}]}, "messages.0.content", "it stands for audio"),
-        ("/v1/completions", {"prompt": f"see {IMAGE}"}, None, "1 placeholders of image"),
-        ("/v1/completions", {"prompt": [1, IMAGE_ID, 2]}, None, "1 placeholders of image"),
+        ("/v1/completions", {"prompt": f"see {IMAGE}"}, "prompt", "must not have '<|image|>' in its text"),
+        ("/v1/completions", {"prompt": [1, IMAGE_ID, 2]}, "prompt", "the prompt has 1 placeholders of image"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"suffix": IMAGE}},
+            "messages",
+            "must have as many placeholders '<|image|>' of image as are shown: there are 1, and 0 shown",
+        ),
         (
             CHAT,
             {
@@ -189,8 +196,23 @@ def test_what_else_is_refused(live: LiveServer) -> None:
     for path, body, param, message in cases:
         answer = live.post(path, body)
         assert answer.status_code == 400, answer.text
-        assert answer.json()["error"]["param"] == param or param is None
+        assert answer.json()["error"]["param"] == param
         assert message in answer.json()["error"]["message"]
+
+
+def test_bad_media_disturb_nobody(live: LiveServer, wav: bytes) -> None:
+    """Many at once, each third of them damaged."""
+    right = ask(live, image_part(PNG), audio_part(wav), TEXT).json()["choices"][0]["message"]["content"]
+    cut = [image_part(PNG[:place]) for place in range(10, len(PNG), len(PNG) // 4)]
+    bodies = [
+        [cut[index % 4], TEXT] if index % 3 == 0 else [image_part(PNG), audio_part(wav), TEXT] for index in range(15)
+    ]
+    with ThreadPoolExecutor(15) as pool:
+        answers = list(pool.map(lambda parts: ask(live, *parts), bodies))
+    for index, answer in enumerate(answers):
+        assert answer.status_code == (400 if index % 3 == 0 else 200)
+        assert index % 3 == 0 or answer.json()["choices"][0]["message"]["content"] == right
+    live.wait_until_idle()
 
 
 def test_files_are_shown_by_permission(live: LiveServer, files: Path) -> None:

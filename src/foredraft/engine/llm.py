@@ -281,7 +281,7 @@ def _is_list(value: object) -> bool:
 
 
 def _prompts(prompts: Any) -> list[Prompt]:
-    if isinstance(prompts, str | MediaPrompt | Mapping):
+    if isinstance(prompts, str | MediaPrompt) or (isinstance(prompts, Mapping) and "prompt" in prompts):
         return [prompts]
     if not _is_list(prompts):
         raise RequestError(

@@ -46,12 +46,10 @@ def read_prompt(
 
     token_ids: reads text or ids. reader: None for a model that takes text only. Raises RequestError.
     """
-    if wrong := set(prompt) - {"prompt", "images", "audio"}:
-        raise RequestError(
-            f"prompt must have no key besides prompt, images and audio, but has {shown(min(map(str, wrong)))}"
-        )
     if not isinstance(text := prompt.get("prompt"), str | Sequence):
-        raise RequestError("prompt must have text or token ids under the key prompt")
+        raise RequestError('a prompt must be text, token ids, or {"prompt": either, "images": [...], "audio": [...]}')
+    if wrong := {str(key) for key in prompt} - {"prompt", "images", "audio"}:
+        raise RequestError(f"prompt must have no key besides prompt, images and audio, but has {shown(min(wrong))}")
     media: list[Media] = []
     for name in ("images", "audio"):
         items = prompt.get(name, ())

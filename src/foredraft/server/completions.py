@@ -51,6 +51,8 @@ class CompletionAnswer:
         params = self._body.sampling_params()
         jobs = []
         for prompt in self._body.prompts:
+            if isinstance(prompt, str) and self._reader.media is not None:
+                self._reader.media.check_text(prompt, "prompt")
             token_ids = self._reader.encode(prompt) if isinstance(prompt, str) else prompt
             echo = None
             if params.echo:

@@ -107,5 +107,5 @@ class ChatCompletionRequest(NeutralChatFields, TemplateFields, SamplingFields):
         return {"max_tokens": self.token_limit, "logprobs": self.top_logprobs or 0 if self.logprobs else None}
 
     def _names(self) -> dict[str, str]:
-        names = {"prompt": "messages", "prompt_token_ids": "messages", "max_tokens": self._limit_name}
+        names = dict.fromkeys(("prompt", "prompt_token_ids", "media"), "messages") | {"max_tokens": self._limit_name}
         return super()._names() | names | ({} if self.top_logprobs is None else {"logprobs": "top_logprobs"})

@@ -74,4 +74,4 @@ class CompletionRequest(NeutralCompletionFields, SamplingFields):
         return {"max_tokens": self.max_tokens, "logprobs": self.logprobs, "echo": self.echo}
 
     def _names(self) -> dict[str, str]:
-        return super()._names() | {"prompt_token_ids": "prompt"}
+        return super()._names() | {"prompt_token_ids": "prompt", "media": "prompt"}

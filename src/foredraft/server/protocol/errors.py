@@ -28,6 +28,7 @@ REFUSAL = "refusal"
 FIELDS = frozenset(SamplingParams.__dataclass_fields__) | {
     "prompt",
     "prompt_token_ids",
+    "media",
     "messages",
     "tools",
     "tokens",
