@@ -11,6 +11,7 @@ import torch
 from media.checkpoint import AUDIO, AUDIO_ID, IMAGE, IMAGE_ID, RATE, picture, save_processor, sound
 from transformers import AutoProcessor
 
+from foredraft.engine.media_reader import MediaReader
 from foredraft.errors import ModelLoadError, RequestError
 from foredraft.media import Media, MediaKind
 from foredraft.models.media_processor import MediaProcessor, load_media_processor
@@ -115,8 +116,14 @@ def test_without_the_extra_the_error_says_what_to_install(path: Path, monkeypatc
     monkeypatch.setattr("foredraft.models.media_processor.PACKAGES", ("PIL", "no_such_package"))
     none = load_media_processor(path, PLACEHOLDERS)
     assert none is not None
-    with pytest.raises(RequestError, match=r"no_such_package cannot be imported; pip install 'foredraft\[media\]'"):
+    message = r"cannot be shown to the model: no_such_package cannot be imported; pip install 'foredraft\[media\]'"
+    with pytest.raises(RequestError, match=message):
         none.image(picture())
+    for read in (MediaReader(none).image, MediaReader(none).audio):
+        with pytest.raises(RequestError, match=f"^field {message}"):
+            read(b"not read", "field")
+    with pytest.raises(RequestError, match=f"^field {message}"):
+        MediaReader(none).image_url("nothing", "field")
 
 
 def test_a_processor_must_fit_the_model(path: Path, tmp_path: Path) -> None:

@@ -200,6 +200,8 @@ def test_sound_that_is_refused(reader: MediaReader, processor: MediaProcessor) -
         ((np.zeros(4, np.int16), RATE), "must have floating-point samples"),
         ((np.zeros((1, 2, 3), np.float32), RATE), "must have floating-point samples"),
         ((sound()[:0], RATE), "must not be empty"),
+        (([[0.5], [0.5, 0.5]], RATE), "must have samples that are an array"),
+        ((torch.zeros(4, requires_grad=True), RATE), "must have samples that are an array"),
         ((np.full(9, np.inf, np.float32), RATE), "must have finite samples"),
     ]
     for audio, message in wrong:
@@ -208,6 +210,7 @@ def test_sound_that_is_refused(reader: MediaReader, processor: MediaProcessor) -
     with pytest.raises(RequestError, match=r"^audio must last 0.1 s at most, not 0.2"):
         small.audio((sound(), RATE), "audio")
     assert reader.audio(wav, "audio").num_tokens == 4
+    assert reader.audio((sound().tolist(), RATE), "audio").row_ids == reader.audio(wav, "audio").row_ids
 
 
 # -- where bytes come from -------------------------------------------------------------------------------------------

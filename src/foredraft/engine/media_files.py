@@ -98,7 +98,10 @@ def audio_format(content: bytes) -> str | None:
 
 def plain_samples(samples: object, rate: int, limits: MediaLimits, wanted_rate: int) -> NDArray[np.float32]:
     """As `decode_audio`, of samples [N] or [N, channels] that are numbers already."""
-    given = np.asarray(samples)
+    try:
+        given = np.asarray(samples)
+    except (TypeError, ValueError, RuntimeError) as error:  # lists of unequal lengths, a tensor of another device
+        raise RequestError(f"must have samples that are an array: {described(error)}") from None
     if given.ndim not in (1, 2) or not np.issubdtype(given.dtype, np.floating):
         raise RequestError("must have floating-point samples [N] or [N, channels]")
     if isinstance(rate, bool) or not isinstance(rate, int | np.integer) or not MIN_RATE <= rate <= MAX_RATE:

@@ -46,19 +46,19 @@ class MediaReader:
 
     def image_url(self, url: str, field: str) -> Media:
         """The image behind a URL."""
-        with _naming(field):
+        with self._reading(MediaKind.IMAGE, field):
             return self._image(self._sources.content(url, MediaKind.IMAGE))
 
     def input_audio(self, data: str, audio_format: str, field: str) -> Media:
         """Sound in base64, or behind a URL, in one of AUDIO_FORMATS."""
-        with _naming(field):
+        with self._reading(MediaKind.AUDIO, field):
             is_url = data[:8].lower().startswith(URL_SCHEMES)
             content = self._sources.content(data, MediaKind.AUDIO) if is_url else self._sources.base64(data)
             return self._audio(content, audio_format)
 
     def image(self, image: Image | Path | str | bytes, field: str) -> Media:
         """An image of the caller's own: pixels, a file wherever it is, or what a file holds."""
-        with _naming(field):
+        with self._reading(MediaKind.IMAGE, field):
             if isinstance(image, Path | str):
                 return self._image(self._sources.file(Path(image)))
             if isinstance(image, bytes):
@@ -67,7 +67,7 @@ class MediaReader:
 
     def audio(self, audio: tuple[Any, int] | Path | str | bytes, field: str) -> Media:
         """Sound of the caller's own: samples [N] or [N, channels] and how many make a second, a file, or its bytes."""
-        with _naming(field):
+        with self._reading(MediaKind.AUDIO, field):
             if isinstance(audio, Path | str):
                 return self._audio(self._sources.file(Path(audio)), None)
             if isinstance(audio, bytes):
@@ -87,6 +87,15 @@ class MediaReader:
         for kind, placeholder in self._processor.placeholder_texts.items():
             if placeholder in text:
                 raise RequestError(f"{field} must not have {placeholder!r} in its text: it stands for {kind.value}")
+
+    @contextmanager
+    def _reading(self, kind: MediaKind, field: str) -> Iterator[None]:
+        """Put the name of the field before what is wrong with it. What cannot be shown at all is not even read."""
+        try:
+            self._processor.check(kind)
+            yield
+        except RequestError as error:
+            raise RequestError(f"{field} {error}") from error.__cause__
 
     def _image(self, content: bytes) -> Media:
         return self._remembered(
@@ -133,12 +142,3 @@ class MediaReader:
 
 def _num_bytes(media: Media) -> int:
     return sum(tensor.nbytes for tensor in media.features.values())
-
-
-@contextmanager
-def _naming(field: str) -> Iterator[None]:
-    """Put the name of the field before what is wrong with it."""
-    try:
-        yield
-    except RequestError as error:
-        raise RequestError(f"{field} {error}") from error.__cause__

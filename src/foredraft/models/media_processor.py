@@ -47,7 +47,15 @@ class MediaProcessor:
     @property
     def sampling_rate(self) -> int:
         """Samples a second of the sound that it takes."""
-        return int(self._require(MediaKind.AUDIO).feature_extractor.sampling_rate)
+        self.check(MediaKind.AUDIO)
+        return int(self._processor.feature_extractor.sampling_rate)
+
+    def check(self, kind: MediaKind) -> None:
+        """Raise RequestError, as `image` does, if the model cannot be shown this kind."""
+        if kind not in self.placeholders:
+            raise RequestError(f"cannot be shown to the model: it takes no {kind.value}")
+        if self._processor is None:
+            raise RequestError(f"cannot be shown to the model: {self._obstacle}")
 
     def image(self, image: Image) -> Media:
         """An image in mode RGB. Raises RequestError, whose message goes on after the name of a field."""
@@ -82,7 +90,8 @@ class MediaProcessor:
         return MediaPrompt(expanded, tuple(ordered))
 
     def _prepare(self, kind: MediaKind, **inputs: Any) -> Media:
-        processor = self._require(kind)
+        self.check(kind)
+        processor = self._processor
         try:
             found = processor(text=[self.placeholder_texts[kind]], return_tensors="pt", **inputs)
             num_tokens = int((found["input_ids"] == self.placeholders[kind]).sum())
@@ -90,13 +99,6 @@ class MediaProcessor:
             return Media(kind, _without_padding({n: t for n, t in found.items() if n not in texts}), num_tokens)
         except Exception as error:  # every processor's own
             raise RequestError(f"cannot be prepared by the model's processor: {described(error)}") from error
-
-    def _require(self, kind: MediaKind) -> Any:
-        if kind not in self.placeholders:
-            raise RequestError(f"cannot be shown to the model: it takes no {kind.value}")
-        if self._processor is None:
-            raise RequestError(f"cannot be shown to the model: {self._obstacle}")
-        return self._processor
 
 
 def _without_padding(features: Mapping[str, Tensor]) -> dict[str, Tensor]:
