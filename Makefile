@@ -57,10 +57,13 @@ $(VENV)/.foredraft: pyproject.toml | $(BIN)/python
 	@touch $@
 
 # The constraint keeps torch as it is: a newer torchvision would bring the torch that it belongs to. One that is built
-# for another torch of the same version cannot be imported, and neither can transformers then.
+# for another torch of the same version cannot be imported, and neither can transformers then: it is put apart, where
+# tests/conftest.py finds it.
 $(VENV)/.foredraft-dev: $(VENV)/.foredraft
 	$(BIN)/python -c "import torch; print(f'torch=={torch.__version__}')" >$(VENV)/constraints.txt
 	$(PIP) --constraint $(VENV)/constraints.txt --editable ".[dev]"
-	@$(BIN)/python -c "import torchvision" 2>/dev/null || { $(BIN)/python -m pip uninstall --quiet --yes torchvision; \
-		echo "The torchvision of this package index does not fit this torch: tests of images and sound are skipped"; }
+	@$(BIN)/python -c "import torchvision" 2>/dev/null || { \
+		version=$$($(BIN)/python -c "from importlib.metadata import version; print(version('torchvision'))"); \
+		$(BIN)/python -m pip uninstall --quiet --yes torchvision; \
+		$(PIP) --quiet --no-deps --upgrade --target $(VENV)/apart torchvision==$$version; }
 	@touch $@

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 from media.torchvision_operators import lacks_operators, name_operators
 
+sys.path.append(str(Path(sys.prefix) / "apart"))  # a torchvision that others cannot import; see the Makefile
 if lacks_operators():
     name_operators()  # before transformers is imported, which imports torchvision
 if not torch.cuda.is_available():

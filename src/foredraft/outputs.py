@@ -33,7 +33,8 @@ class RequestOutput:
     """A finished request: its `n` choices. What belongs to a choice can be read here too, for the first one.
 
     num_cached_tokens: prompt tokens that the target did not have to run on, because their rows were cached.
-    prompt_logprobs: one for each prompt token, if asked for; None for the first, which nothing comes before.
+    prompt_logprobs: one for each prompt token, if asked for; None for the first, which nothing comes before, and for
+    what is shown.
     """
 
     request_id: str

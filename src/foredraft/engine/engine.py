@@ -329,6 +329,8 @@ class Engine:
             if one.kind not in placeholders:
                 takes = ", ".join(kind.value for kind in placeholders) or "text only"
                 raise RequestError(f"media: the model takes no {one.kind.value} (it takes {takes})")
+            if fault := self.runner.target.media_fault(one):
+                raise RequestError(f"media: {fault}")
         if not placeholders:
             return None
         try:

@@ -65,10 +65,14 @@ class TargetModel:
         """The tokens in whose place rows of media stand, by kind; none: the model takes text only."""
         return self.family.placeholders(self.model.config)
 
+    def media_fault(self, media: Media) -> str | None:
+        """Why no tower can read one image or piece of sound, if none can."""
+        return self.family.media_fault(self.model.config, media)
+
+    @torch.inference_mode()
     def encode(self, media: Media) -> Tensor:
         """What a tower makes of one image or piece of sound: [num_tokens, hidden_size]."""
-        features = {name: tensor.to(self.device) for name, tensor in media.features.items()}
-        rows = self.family.encode(self.model, media.kind, features)
+        rows = self.family.encode(self.model, media.kind, media.features)
         if rows.shape != (media.num_tokens, self.hidden_size):
             wanted = f"{media.num_tokens} rows of {self.hidden_size} numbers"
             raise ValueError(f"the {media.kind.value} tower gave {list(rows.shape)}, not {wanted}")

@@ -29,10 +29,10 @@ class TargetInputs:
 def target_inputs(
     plans: Sequence[RequestPlan], storage: CacheStorage, device: torch.device, store: MediaStore | None = None
 ) -> TargetInputs:
-    """Lay the target rows of `plans` (each has at least one) end to end. store: where models take media."""
+    """Lay the target rows of `plans` (each has at least one) end to end. store: with what the step reads of media."""
     layout = storage.layout
     token_ids = [token_id for plan in plans for token_id in plan.token_ids]
-    media = store.rows(token_ids, shown) if store and (shown := [m for p in plans for m in p.terms.media]) else None
+    media = store.rows(token_ids) if store is not None else None
     positions = [torch.arange(plan.first_row, plan.first_row + len(plan.token_ids)) for plan in plans]
     rows = {
         group: _group_rows(plans, storage, group, device)

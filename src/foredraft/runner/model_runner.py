@@ -179,7 +179,7 @@ class ModelRunner:
         self.copy_blocks(plan.copies)
         for request in plan.requests:
             self._leave(request)
-        unseen = self._check_media(plan.requests)
+        unseen = self._prepare_media(plan.requests)
         able = [request for request in plan.requests if request.request_id not in unseen]
         finite = self._run_target([p for p in able if p.token_ids])
         broken = {p.request_id for p in able if not _is_whole(p, finite, 0)}
@@ -208,14 +208,17 @@ class ModelRunner:
         }
         return StepResult(tuple(results[p.request_id] for p in plan.requests), times)
 
-    def _check_media(self, plans: Sequence[RequestPlan]) -> dict[str, RequestResult]:
-        """The results of requests that show what a tower cannot read: they end alone."""
+    def _prepare_media(self, plans: Sequence[RequestPlan]) -> dict[str, RequestResult]:
+        """Make ready what the step reads. Returns the results of requests that a tower cannot read; they end alone."""
+        if self.media is None:
+            return {}
         unseen = {}
+        self.media.begin_step()
         for plan in plans:
-            if self.media is not None and plan.terms.media:
+            if plan.terms.media:
                 read = {*plan.token_ids, *(plan.window.token_ids if plan.window is not None else ())}
                 try:
-                    self.media.check(read, plan.terms.media)
+                    self.media.prepare(read, plan.terms.media)
                 except Exception as error:  # any tower's own
                     message = f"media cannot be shown to the model: {described(error)}"
                     unseen[plan.request_id] = RequestResult(plan.request_id, error=message, is_broken=True)
@@ -376,7 +379,6 @@ class ModelRunner:
                 group: self.storage.slots(plan.blocks[group], end + max(0, num_drafts - 1))
                 for group in layout.module_groups
             },
-            media=plan.terms.media,
         )
 
 

@@ -61,6 +61,8 @@ class PassGraphs:
         """`forward` of a `TargetModel`, from graphs."""
 
         def run(token_ids: Tensor, positions: Tensor, paged: PagedAttention) -> Tensor:
+            if paged.media is not None:
+                return forward(token_ids, positions, paged)
             return self._run(
                 "target", lambda ids, at, _, static: forward(ids, at, static), token_ids, positions, None, paged
             )
@@ -71,6 +73,8 @@ class PassGraphs:
         """`forward` of `MtpModules`, from graphs."""
 
         def run(module: int, token_ids: Tensor, positions: Tensor, hidden: Tensor, paged: PagedAttention) -> Tensor:
+            if paged.media is not None:
+                return forward(module, token_ids, positions, hidden, paged)
             return self._run(module, partial(forward, module), token_ids, positions, hidden, paged)
 
         return run

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.storage import CacheStorage
-from foredraft.media import Media
 from foredraft.models.attention import PagedAttention
 from foredraft.models.draft_head import DraftHead
 from foredraft.models.media_store import MediaRows, MediaStore, text_ids
@@ -31,7 +30,7 @@ class Window:
     Rows start..end-1 (s..c-1); token_ids are the committed tokens from t[start+1] on, num_tokens is n. `num_passes`
     modules run; `num_drafts` tokens are drafted (0: the rows only, as in a prefill chunk that is not the last).
     Modules have no rows before `origin`. hidden_slots: where h0 of the window's rows lies; module_slots: by cache
-    group, the slots of rows 0, 1, ...; all on the CPU. media: what the prompt shows.
+    group, the slots of rows 0, 1, ...; all on the CPU.
     """
 
     request_id: str
@@ -45,7 +44,6 @@ class Window:
     origin: int
     hidden_slots: Tensor
     module_slots: Mapping[int, Tensor]
-    media: Sequence[Media] = ()
 
 
 @dataclass(frozen=True)
@@ -206,8 +204,7 @@ class _Chain:
         for window in windows:
             self._bases.append(len(tokens) - window.start - 1)  # token t[i] of the window lies at base + i
             tokens += (*window.token_ids, *(0,) * window.num_drafts)
-        shown = [one for window in windows for one in window.media]
-        self._media = store.rows(tokens, shown) if store is not None and shown else None
+        self._media = store.rows(tokens) if store is not None else None
         self._media_row: dict[int, int] = {}  # by where in the tokens it stands
         if self._media is not None:
             self._media_row = {place: row for row, place in enumerate(self._media.places.tolist())}

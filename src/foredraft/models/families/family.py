@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from foredraft.media import MediaKind
+from foredraft.media import Media, MediaKind
 
 
 class NormedHead(nn.Module):
@@ -100,9 +100,13 @@ class Family:
     def encode(self, model: PreTrainedModel, kind: MediaKind, features: Mapping[str, Tensor]) -> Tensor:
         """The embeddings that one image or piece of sound puts in place of its placeholders, [N, hidden_size].
 
-        features: as transformers' processor names them. The same go to the target and to every module.
+        features: as transformers' processor names them, on the CPU. The same rows go to the target and to every module.
         """
         raise NotImplementedError(f"{type(model).__name__} takes text only")
+
+    def media_fault(self, config: PreTrainedConfig, media: Media) -> str | None:
+        """Why `encode` cannot read what is shown, if it cannot. A GPU that looks up what is not there is lost."""
+        return None
 
     def draft_heads(self, modules: MtpModel) -> Sequence[NormedHead]:
         """The head of each module, where they have their own; none: they share the target's."""

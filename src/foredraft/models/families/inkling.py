@@ -28,11 +28,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 from transformers.models.inkling.modeling_inkling import InklingAttention, InklingDecoderLayer, InklingShortConvolution
 
-from foredraft.media import MediaKind
+from foredraft.media import Media, MediaKind
 from foredraft.models.attention import PagedAttention, ScoreTerms
 from foredraft.models.families.family import Family, replace_parts
 
-PATCHES_AT_ONCE = 512
+PATCHES_AT_ONCE, FRAMES_AT_ONCE = 512, 64
+"""Neither see each other in a tower. Parts of them bound the memory that it takes, for a frame about a megabyte."""
 
 
 class Inkling(Family):
@@ -65,11 +66,28 @@ class Inkling(Family):
     def encode(self, model: PreTrainedModel, kind: MediaKind, features: Mapping[str, Tensor]) -> Tensor:
         whole: Any = model
         if kind is MediaKind.IMAGE:
-            # Patches do not see each other: parts of them bound the memory that the tower takes.
-            parts = torch.split(features["pixel_values"].to(model.dtype), PATCHES_AT_ONCE)
-            return torch.cat([whole.get_image_features(part).pooler_output.flatten(0, 1) for part in parts])
-        rows: Tensor = whole.model.get_audio_features(features["audio_input_ids"]).last_hidden_state
-        return rows
+            patches = torch.split(features["pixel_values"], PATCHES_AT_ONCE)
+            parts = (whole.get_image_features(part.to(model.device, model.dtype)).pooler_output for part in patches)
+            return torch.cat([part.flatten(0, 1) for part in parts])
+        frames = torch.split(features["audio_input_ids"].flatten(0, -2), FRAMES_AT_ONCE)
+        encode = whole.model.get_audio_features
+        return torch.cat([encode(part[None].to(model.device)).last_hidden_state for part in frames])
+
+    def media_fault(self, config: PreTrainedConfig, media: Media) -> str | None:
+        whole: Any = config
+        if media.kind is MediaKind.IMAGE:
+            vision = whole.vision_config
+            side = vision.patch_size
+            shape = [media.num_tokens, vision.temporal_patch_size, side, side, vision.num_channels]
+            pixels = media.features.get("pixel_values")
+            is_right = pixels is not None and list(pixels.shape) == shape and bool(pixels.isfinite().all())
+            return None if is_right else f"pixel_values must be finite numbers {shape}"
+        shape, most = [1, media.num_tokens, whole.audio_config.n_mel_bins], whole.audio_config.mel_vocab_size - 1
+        bins = media.features.get("audio_input_ids")
+        is_right = bins is not None and bins.dtype in (torch.int32, torch.int64) and list(bins.shape) == shape
+        if bins is None or not is_right or not 0 <= int(bins.min()) <= int(bins.max()) <= most:
+            return f"audio_input_ids must be integers {shape} from 0 to {most}"
+        return None
 
 
 def _is_text(config: PreTrainedConfig) -> bool:
