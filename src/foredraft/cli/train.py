@@ -186,7 +186,7 @@ class _Bars:
             disable=not (is_shown and self._console.is_terminal),
         )  # fmt: skip
         self._task: TaskID | None = None
-        self._last_tenth = -1
+        self._last_part = -1
 
     def __enter__(self) -> _Bars:
         self._progress.start()
@@ -199,7 +199,7 @@ class _Bars:
         if self._task is not None:
             self._progress.remove_task(self._task)
         self._task = self._progress.add_task(stage, total=None, note="")
-        self._last_tenth = -1
+        self._last_part = -1
         self._say(f"{stage}:")
 
     def rows(self, done: int, total: int) -> None:
@@ -226,9 +226,9 @@ class _Bars:
     def _advance(self, done: int, total: int | None, line: str, note: str = "") -> None:
         if self._task is not None:
             self._progress.update(self._task, completed=done, total=total, note=note)
-        tenth = 20 * done // total if total else -1
-        if tenth != self._last_tenth:
-            self._last_tenth = tenth
+        part = 20 * done // total if total else -1
+        if part != self._last_part or not total:
+            self._last_part = part
             self._say(line)
 
     def _say(self, line: str) -> None:

@@ -30,7 +30,7 @@ class Span:
 
 @dataclass(frozen=True)
 class ChainAcceptance:
-    """Expected numbers: cycles that drafted, and accepted drafts of each depth."""
+    """Numbers, counted or expected: cycles that had room for drafts of all depths, and accepted drafts of each depth."""
 
     num_cycles: float
     accepted: tuple[float, ...]
@@ -89,33 +89,43 @@ def accept_chances(
 
 
 def chain_acceptance(chances: Tensor, span: Span) -> ChainAcceptance:
-    """chances [K, L] of one text, on the CPU -> what cycles over the span come to.
+    """chances [K, L] of one text, on the CPU -> what cycles over the span are expected to come to.
 
-    The first token comes from the prefill. A cycle at row i has i + 2 tokens before it; it drafts no more than leave room
-    for a token of the target's own.
+    The first token comes from the prefill. A cycle at row i has i + 2 tokens before it. Those near the limit of tokens,
+    which leaves no room for all drafts and a token of the target's own, are not counted.
     """
     depths = len(chances)
     rows: list[list[float]] = chances.T.tolist()
     starting = [0.0] * (span.end + depths + 2)
     starting[span.start - 1] = 1.0
     num_cycles, accepted = 0.0, [0.0] * depths
-    for row in range(span.start - 1, span.end - 2):
+    for row in range(span.start - 1, min(span.end - 2, span.limit - depths - 2)):
         reach = starting[row]
-        depth = min(depths, span.limit - row - 3)
         if reach == 0.0:
             continue
-        if depth < 1:
-            starting[row + 1] += reach
-            continue
         num_cycles += reach
-        for module in range(depth):
+        for module in range(depths):
             is_inside = row + module + 2 < span.end
             further = reach * rows[row][module] if is_inside else 0.0
             accepted[module] += further
             starting[row + module + 1] += reach - further
             reach = further
-        starting[row + depth + 1] += reach
+        starting[row + depths + 1] += reach
     return ChainAcceptance(num_cycles, tuple(accepted))
+
+
+def counted_acceptance(token_depths: Sequence[int], depths: int, max_tokens: int) -> ChainAcceptance:
+    """The same, of an answer as the engine gave it. token_depths: as in `Choice`; max_tokens: the most there could be."""
+    num_cycles, accepted = 0, [0] * depths
+    begin = 1  # tokens of the answer before a cycle
+    while begin < len(token_depths) and max_tokens - begin >= depths + 1:
+        num_cycles += 1
+        end = begin
+        while end < len(token_depths) and token_depths[end]:
+            accepted[end - begin] += 1
+            end += 1
+        begin = end + 1
+    return ChainAcceptance(float(num_cycles), tuple(map(float, accepted)))
 
 
 def spoken_spans(is_spoken: Sequence[bool]) -> list[Span]:
@@ -126,7 +136,7 @@ def spoken_spans(is_spoken: Sequence[bool]) -> list[Span]:
             start = index
         elif not flag and start is not None:
             if start > 0 and index - start > 1:
-                spans.append(Span(start, index, len(is_spoken) + 1))
+                spans.append(Span(start, index, 2 * len(is_spoken)))
             start = None
     return spans
 

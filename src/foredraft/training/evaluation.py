@@ -16,7 +16,7 @@ from foredraft.errors import ConfigError
 from foredraft.models.loader import load_checkpoint
 from foredraft.outputs import RequestOutput
 from foredraft.sampling_params import SamplingParams
-from foredraft.training.acceptance import ChainAcceptance, Span, accept_chances, chain_acceptance
+from foredraft.training.acceptance import ChainAcceptance, Span, accept_chances, chain_acceptance, counted_acceptance
 from foredraft.training.chain import TeacherForcedChain
 from foredraft.training.chat_frame import chat_frame
 from foredraft.training.frozen_target import ATTENTION, FrozenTarget
@@ -93,18 +93,13 @@ def evaluate_modules(
     with _engine(target, mtp, settings) as llm:
         depths = llm.info.num_mtp_modules
         outputs: list[list[RequestOutput]] = []
-        engines: list[ChainAcceptance] = []
         for each in sets:
             prompts = _prompts(each, llm.tokenizer, llm, settings)
-            llm.reset_stats()
             params = [
                 SamplingParams(max_tokens=settings.max_tokens, temperature=each.temperature, seed=_SEED + index)
                 for index in range(len(prompts))
             ]
             outputs.append(llm.generate(prompts, params))
-            stats = llm.stats.speculation
-            accepted = tuple(map(float, stats.accepted_by_depth)) + (0.0,) * (depths - len(stats.accepted_by_depth))
-            engines.append(ChainAcceptance(float(stats.num_drafts), accepted))
     del llm
     gc.collect()
     if settings.device.type == "cuda":
@@ -114,9 +109,10 @@ def evaluate_modules(
     if settings.draft_vocab is not None:
         head = frozen.head(_draft_tokens(settings, frozen))
     results = []
-    for each, answers, measured in zip(sets, outputs, engines):
-        exact = ChainAcceptance.none(depths)
+    for each, answers in zip(sets, outputs):
+        measured = exact = ChainAcceptance.none(depths)
         for answer in answers:
+            measured += counted_acceptance(answer.token_depths, depths, settings.max_tokens)
             start = len(answer.prompt_token_ids)
             token_ids = torch.tensor([[*answer.prompt_token_ids, *answer.token_ids]], device=settings.device)
             if token_ids.shape[1] < depths + 2:
@@ -144,6 +140,7 @@ def _engine(target: str | Path, mtp: Path, settings: EvaluationSettings) -> LLM:
         block_size=_BLOCK_SIZE,
         num_blocks=1 + _MAX_REQUESTS * blocks,
         enable_prefix_caching=False,
+        draft_head_bits=16,  # the modules are measured, not a rounded head
         **vocabulary,
     )
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from foredraft.training.recipe import Recipe
 
 _EPS = 1e-7
+_BETAS = (0.9, 0.95)
 
 
 class StackedMuon(torch.optim.Muon):
@@ -66,18 +67,19 @@ class Optimizers:
     """Both optimizers as one."""
 
     def __init__(self, parameters: Iterable[Tensor], recipe: Recipe) -> None:
-        all_parameters = list(parameters)
-        matrices = [each for each in all_parameters if each.dim() == 2]
-        others = [each for each in all_parameters if each.dim() != 2]
+        several = list(parameters)
+        is_muon = recipe.optimizer == "muon"
+        matrices = [each for each in several if each.dim() == 2]
+        others = [each for each in several if each.dim() != 2]
         self._recipe = recipe
-        muon = StackedMuon(
-            matrices, lr=recipe.learning_rate, weight_decay=recipe.weight_decay, momentum=0.95, nesterov=True,
-            adjust_lr_fn="match_rms_adamw",
-        )  # fmt: skip
-        self._all: list[torch.optim.Optimizer] = [muon]
+        rate, decay = recipe.learning_rate, recipe.weight_decay
+        self._all: list[torch.optim.Optimizer] = [
+            StackedMuon(matrices, lr=rate, weight_decay=decay, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+            if is_muon
+            else torch.optim.AdamW(matrices, lr=rate, betas=_BETAS, weight_decay=decay)
+        ]
         if others:
-            betas = (0.9, 0.95)
-            self._all.append(torch.optim.AdamW(others, lr=recipe.learning_rate, betas=betas, weight_decay=0.0))
+            self._all.append(torch.optim.AdamW(others, lr=rate, betas=_BETAS, weight_decay=0.0))
 
     def step(self, step: int, num_steps: int | None) -> float:
         """Take step number `step` (from 0) of so many (None: not known yet); returns its rate. Gradients are cleared."""

@@ -16,6 +16,7 @@ Stage = Literal["synthesise", "train", "evaluate", "export"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 Targets = Literal["soft", "hard"]
 Storage = Literal["int8", "bfloat16", "float32"]
+Optimizer = Literal["muon", "adamw"]
 Precision = Literal["auto", "bfloat16", "float32"]
 
 
@@ -47,6 +48,7 @@ class Recipe:
     train_seconds: float | None = _setting(None, "train", "as many steps as fit these seconds, by the speed of the first")
     batch_size: int = _setting(32, "train", "rows of text a step, over all processes")
     learning_rate: float = _setting(2e-3, "train", "of matrices and norms alike")
+    optimizer: Optimizer = _setting("muon", "train", "of matrices: muon or adamw; norms have adamw")
     warmup_steps: int = _setting(150, "train", "steps in which the rate rises to that")
     flat_share: float = _setting(0.4, "train", "share of the steps after which it falls, linearly")
     final_rate: float = _setting(0.02, "train", "share of the rate that is left at the end")
@@ -110,7 +112,12 @@ class Recipe:
             raise ConfigError(f"prompts={self.prompts!r} must end in .jsonl (objects with prompt) or .txt (a turn a line)")
         if self.targets == "hard" and self.overlap_weight:
             raise ConfigError("overlap_weight needs targets=soft: it compares with the target's distribution")
-        for name, kind in (("targets", Targets), ("storage", Storage), ("precision", Precision)):
+        for name, kind in (
+            ("targets", Targets),
+            ("optimizer", Optimizer),
+            ("storage", Storage),
+            ("precision", Precision),
+        ):
             if getattr(self, name) not in get_args(kind):
                 raise ConfigError(f"{name} must be one of {', '.join(get_args(kind))}, not {getattr(self, name)!r}")
 
