@@ -59,7 +59,16 @@ ALLOWED = {
     },
     "server": {"records", "engine", "foredraft"},
     "training": {"records", "engine", "foredraft", "models"},
-    "cli": {"records", "engine", "foredraft", "bench", "server", "training", "models.loader", "models.checkpoint_files"},
+    "cli": {
+        "records",
+        "engine",
+        "foredraft",
+        "bench",
+        "server",
+        "training",
+        "models.loader",
+        "models.checkpoint_files",
+    },
 }
 MAX_LINES = 400
 

@@ -5,6 +5,8 @@ Word problems and everyday requests, from patterns with names, things and number
     python benchmarks/training/make_prompts.py prompts.jsonl
 """
 
+# ruff: noqa: E501, SIM905 (tables of text)
+
 from __future__ import annotations
 
 import json
@@ -24,7 +26,11 @@ THINGS = (
     "cupcakes buttons bracelets toys notebooks muffins lemons roses coins beads posters puzzles hats socks mugs bananas "
     "cherries paintings bricks plants pies sandwiches crayons magnets"
 ).split()
-PLACES = "bakery,farm,school,library,toy shop,market,museum,factory,garden,bookstore,zoo,cafe,gym,theater,bus station".split(",")
+PLACES = (
+    "bakery,farm,school,library,toy shop,market,museum,factory,garden,bookstore,zoo,cafe,gym,theater,bus station".split(
+        ","
+    )
+)
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 PARTS = ["half", "a third", "a quarter", "twice", "three times", "20%", "25%", "10%"]
 

@@ -34,7 +34,9 @@ def setting(path: Path, draft_tokens: list[int] | None = None, **changes: Any) -
     return Objective(target, chain, recipe, draft_tokens, torch.float32), modules, target
 
 
-def at_once(modules: Any, target: FrozenTarget, columns: list[int], *, is_hard: bool, overlap_weight: float) -> list[Tensor]:
+def at_once(
+    modules: Any, target: FrozenTarget, columns: list[int], *, is_hard: bool, overlap_weight: float
+) -> list[Tensor]:
     """The mean loss of each depth, by `MtpModel`'s own forward of a layer and whole logits."""
     hidden = target.hidden(TOKENS)
     probs = target.model.lm_head(hidden).softmax(-1)
@@ -125,7 +127,9 @@ def test_own_drafts_replace_inputs_of_later_depths(tmp_path: Path) -> None:
     chain = TeacherForcedChain(target, modules).run(TOKENS, hidden, 2, torch.float32)
     drafts = target.model.lm_head(next(chain)).argmax(-1)
     generator = torch.Generator()
-    replaced = own._own_inputs(TOKENS, 1, next(TeacherForcedChain(target, modules).run(TOKENS, hidden, 1, torch.float32)), generator)
+    replaced = own._own_inputs(
+        TOKENS, 1, next(TeacherForcedChain(target, modules).run(TOKENS, hidden, 1, torch.float32)), generator
+    )
     torch.testing.assert_close(replaced, target.model.get_input_embeddings()(drafts))
 
 

@@ -36,14 +36,15 @@ STOPPED = 3
 @recipe_options
 def train(
     target: Annotated[str, typer.Argument(help="checkpoint directory or hub id of the target, or builtin")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="directory for the modules, and for all that is needed to go on")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="directory for modules and all that is needed to go on")],
     recipe: Recipe,
     recipe_file: Annotated[
         Path | None, typer.Option("--recipe", help="recipe.json of another run, instead of the settings below")
     ] = None,
     stages: Annotated[str, typer.Option(help=f"which of {','.join(STAGES)} to run")] = ",".join(STAGES),
     max_seconds: Annotated[
-        float | None, typer.Option(min=1, help="time of each stage, after which it stops where it can go on (exit code 3)")
+        float | None,
+        typer.Option(min=1, help="time of each stage, after which it stops where it can go on (exit code 3)"),
     ] = None,
     corpus: Annotated[Path | None, typer.Option(help="rows of text of another run (its training/corpus)")] = None,
     workers: Annotated[int, typer.Option(min=1, help="processes that write text, on one device")] = 1,
@@ -98,7 +99,9 @@ def train(
 
 def import_speculators(
     source: Annotated[Path, typer.Argument(help="directory of a checkpoint that the speculators package wrote")],
-    target: Annotated[str, typer.Option("--model", "-m", help="checkpoint directory or hub id of its target, or builtin")],
+    target: Annotated[
+        str, typer.Option("--model", "-m", help="checkpoint directory or hub id of its target, or builtin")
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="directory for mtp.safetensors")],
 ) -> None:
     """Convert a head of the speculators package to the layout of transformers' `MtpModel`, where it is an MTP module."""

@@ -229,9 +229,7 @@ def block_width(source: MtpSource) -> int | None:
     return None if header is None or len(header.shape) != 2 else header.shape[0]
 
 
-def new_mtp_model(
-    target: PreTrainedModel, num_modules: int, dtype: torch.dtype, width: int | None = None
-) -> MtpModel:
+def new_mtp_model(target: PreTrainedModel, num_modules: int, dtype: torch.dtype, width: int | None = None) -> MtpModel:
     """An `MtpModel` whose own weights are on the meta device (elsewhere it would initialise the target's embedding).
 
     width: neurons of a module's MLP, where it is a plain one; None: as many as the target's have.

@@ -2,8 +2,8 @@
 
 A lossless engine emits the target's own text, and whether draft k from row i is accepted depends on that text alone:
 greedily, it is if it is the text's token x; sampled, with probability min(1, draft(x) / target(x)), given that x is
-what came out (of all ways to emit x, that is the share in which the draft was accepted). Where cycles start follows from
-what was accepted before, so that a sum over all ways a text can be cut into cycles gives their expected number.
+what came out (of all ways to emit x, that is the share in which the draft was accepted). Where cycles start follows
+from what was accepted before: a sum over all ways to cut a text into cycles gives their expected number.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Span:
 
 @dataclass(frozen=True)
 class ChainAcceptance:
-    """Numbers, counted or expected: cycles that had room for drafts of all depths, and accepted drafts of each depth."""
+    """Counted or expected: cycles that had room for drafts of all depths, and accepted drafts of each depth."""
 
     num_cycles: float
     accepted: tuple[float, ...]
@@ -65,8 +65,8 @@ def accept_chances(
     dtype: torch.dtype,
     head: HeadRows | None = None,
 ) -> Tensor:
-    """token_ids [B, L] -> [B, depths, L]: how likely the draft of each module at each row is to be accepted, 0 where the
-    text has no token for it. head: rows that drafts are chosen among; None: all."""
+    """token_ids [B, L] -> [B, depths, L]: how likely the draft of each module at each row is to be accepted, 0 where
+    the text has no token for it. head: rows that drafts are chosen among; None: all."""
     whole = target.head()
     head = head or whole
     hidden = target.hidden(token_ids)
@@ -115,7 +115,7 @@ def chain_acceptance(chances: Tensor, span: Span) -> ChainAcceptance:
 
 
 def counted_acceptance(token_depths: Sequence[int], depths: int, max_tokens: int) -> ChainAcceptance:
-    """The same, of an answer as the engine gave it. token_depths: as in `Choice`; max_tokens: the most there could be."""
+    """The same, of an answer as the engine gave it. token_depths: as in `Choice`; max_tokens: the most there can be."""
     num_cycles, accepted = 0, [0] * depths
     begin = 1  # tokens of the answer before a cycle
     while begin < len(token_depths) and max_tokens - begin >= depths + 1:

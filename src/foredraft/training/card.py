@@ -63,24 +63,27 @@ def versions() -> dict[str, str]:
 
 def _what(facts: CardFacts, recipe: Recipe) -> str:
     layouts = {
-        "int8": "Matrices are int8 with one float32 scale for each row (`NAME_scale`; weight = int8 * scale), the rest is bf16",
+        "int8": "Matrices are int8 with one float32 scale for each row (`NAME_scale`; weight = int8 * scale), "
+        "the rest is bf16",
         "bfloat16": "All tensors are bf16",
         "float32": "All tensors are float32",
     }
+    size = f"{facts.num_parameters / 1e6:.1f} M parameters, {facts.num_bytes / 2**20:.1f} MiB"
     return (
-        f"`mtp.safetensors`: {recipe.depths} multi-token-prediction modules, {facts.num_parameters / 1e6:.1f} M parameters, "
-        f"{facts.num_bytes / 2**20:.1f} MiB, in the layout of transformers' `MtpModel`. {layouts[recipe.storage]}. "
-        f"Embedding and head are the target's. They were trained by `foredraft train` over the frozen target, on text that the "
-        f"target wrote itself; a lossless engine gives the target's own output with them.\n\n"
-        f"Module k (0 to {recipe.depths - 1}) at row i reads the hidden state of the depth before it at i (the target's, after "
-        f"its final norm, for k = 0), the embedding of token i+k+1 and position i+k+1, and predicts token i+k+2."
+        f"`mtp.safetensors`: {recipe.depths} multi-token-prediction modules, {size}, in the layout of transformers' "
+        f"`MtpModel`. {layouts[recipe.storage]}. Embedding and head are the target's. They were trained by "
+        f"`foredraft train` over the frozen target, on text that the target wrote itself; a lossless engine gives the "
+        f"target's own output with them.\n\n"
+        f"Module k (0 to {recipe.depths - 1}) at row i reads the hidden state of the depth before it at i (the "
+        f"target's, after its final norm, for k = 0), the embedding of token i+k+1 and position i+k+1, and predicts "
+        f"token i+k+2."
     )
 
 
 def _figures(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [
-        f"{name}: mean acceptance length, with the target's own token; as the engine measured it, and exactly, from passes "
-        f"over the same texts.",
+        f"{name}: mean acceptance length, with the target's own token; as the engine measured it, and exactly, from "
+        f"passes over the same texts.",
         "",
         "| prompts | number | engine | exact | accepted by depth, share of cycles |",
         "|---|---:|---:|---:|---|",
@@ -99,15 +102,18 @@ def _training(facts: CardFacts) -> str:
     lines = [
         "## Training",
         "",
-        f"{facts.num_rows:,} rows of text, {facts.num_tokens:,} tokens, {facts.spoken_share:.0%} of them an assistant's. "
-        f"{facts.num_steps:,} steps in {facts.seconds:,.0f} s.{state}",
+        f"{facts.num_rows:,} rows of text, {facts.num_tokens:,} tokens, {facts.spoken_share:.0%} of them an "
+        f"assistant's. {facts.num_steps:,} steps in {facts.seconds:,.0f} s.{state}",
     ]
     if facts.last is not None:
         lines += ["", "| depth | loss, nats | greedy match | overlap |", "|---:|---:|---:|---:|"]
         columns = zip(facts.last.loss, facts.last.match, facts.last.overlap)
         lines += [f"| {k} | {a:.3f} | {b:.3f} | {c:.3f} |" for k, (a, b, c) in enumerate(columns, start=1)]
         if facts.last.heldout_length is not None:
-            lines += ["", f"Tokens a cycle on rows that were held out, greedily drafted: {facts.last.heldout_length:.3f}."]
+            lines += [
+                "",
+                f"Tokens a cycle on rows that were held out, greedily drafted: {facts.last.heldout_length:.3f}.",
+            ]
     return "\n".join(lines)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ class TeacherForcedChain:
     """
 
     def __init__(self, target: FrozenTarget, modules: MtpModel, *, is_checkpointed: bool = False) -> None:
-        self.modules = modules
+        self.modules: Any = modules  # `MtpModel` annotates arguments that may be None as if they could not
         self._is_chained = target.family.is_chained
         self._is_checkpointed = is_checkpointed
         self._constants: dict[tuple[int, int, int, torch.dtype], dict[str, Any]] = {}
@@ -33,7 +33,9 @@ class TeacherForcedChain:
         for layer in self.modules.layers:
             layer.compile(dynamic=False)
 
-    def run(self, token_ids: Tensor, hidden: Tensor, depths: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    def run(
+        self, token_ids: Tensor, hidden: Tensor, depths: int, dtype: torch.dtype
+    ) -> Generator[Tensor, Tensor | None, None]:
         """Yield the output of each module, [B, L, H]. hidden: of the target.
 
         A generator: what is sent to it after an output are the embeddings [B, L, H] that the next module is to read.

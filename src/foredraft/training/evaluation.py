@@ -160,9 +160,7 @@ def _prompts(
 def _teacher_forced(
     target: str | Path, mtp: Path, settings: EvaluationSettings
 ) -> tuple[FrozenTarget, TeacherForcedChain]:
-    loaded = load_checkpoint(
-        target, mtp, dtype=settings.dtype, device=settings.device, attn_implementation=ATTENTION
-    )
+    loaded = load_checkpoint(target, mtp, dtype=settings.dtype, device=settings.device, attn_implementation=ATTENTION)
     assert loaded.mtp is not None
     frozen = FrozenTarget(loaded)
     return frozen, TeacherForcedChain(frozen, loaded.mtp)

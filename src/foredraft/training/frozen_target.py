@@ -44,9 +44,7 @@ class FrozenTarget:
     @classmethod
     def load(cls, target: str | Path, num_modules: int, device: torch.device, dtype: torch.dtype) -> FrozenTarget:
         """Read a target whose configuration is made ready for so many modules. ModelLoadError, ConfigError."""
-        loaded = load_checkpoint(
-            target, num_modules=0, dtype=dtype, device=device, attn_implementation=ATTENTION
-        )
+        loaded = load_checkpoint(target, num_modules=0, dtype=dtype, device=device, attn_implementation=ATTENTION)
         set_mtp_fields(loaded.target.config, num_modules)
         frozen = cls(loaded)
         frozen._check()

@@ -29,10 +29,10 @@ def initial_modules(target: FrozenTarget, recipe: Recipe) -> MtpModel:
     generator = torch.Generator().manual_seed(recipe.seed)
     with torch.no_grad():
         for layer in modules.layers:
-            _begin_block(layer.mtp_block, target)
+            _begin_block(layer.get_submodule("mtp_block"), target)
             _begin_projection(layer, recipe, generator)
             if layer.post_norm is not None:
-                _copy_final_norm(layer.post_norm, target)
+                _copy_final_norm(layer.get_submodule("post_norm"), target)
         if modules.use_shared_post_norm:
             _copy_final_norm(modules.shared_post_norm, target)
     return modules
@@ -62,7 +62,9 @@ def _begun_before(target: FrozenTarget, recipe: Recipe) -> MtpModel:
     assert file is not None
     source = find_mtp_beside(file, int(target.config.hidden_size))
     if len(source.modules) < recipe.depths:
-        raise ConfigError(f"start={recipe.start!r} has {len(source.modules)} modules, fewer than depths={recipe.depths}")
+        raise ConfigError(
+            f"start={recipe.start!r} has {len(source.modules)} modules, fewer than depths={recipe.depths}"
+        )
     return build_mtp_model(target.model, source, recipe.depths, torch.float32, target.device)
 
 
@@ -72,7 +74,9 @@ def _begin_block(block: nn.Module, target: FrozenTarget) -> None:
     own = block.state_dict()
     if set(weights) != set(own):
         parts = ", ".join(sorted(set(weights) ^ set(own))[:4])
-        raise ConfigError(f"modules of {type(target.model).__name__} are not like its last layer: they differ in {parts}")
+        raise ConfigError(
+            f"modules of {type(target.model).__name__} are not like its last layer: they differ in {parts}"
+        )
     wide = weights.get("mlp.down_proj.weight")
     if wide is not None and own["mlp.down_proj.weight"].shape != wide.shape:
         _narrow(weights, own["mlp.down_proj.weight"].shape[1])

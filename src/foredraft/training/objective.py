@@ -40,7 +40,12 @@ class Objective:
     """Computes the losses of batches of text."""
 
     def __init__(
-        self, target: FrozenTarget, chain: TeacherForcedChain, recipe: Recipe, draft_tokens: list[int] | None, dtype: torch.dtype
+        self,
+        target: FrozenTarget,
+        chain: TeacherForcedChain,
+        recipe: Recipe,
+        draft_tokens: list[int] | None,
+        dtype: torch.dtype,
     ) -> None:
         self._target, self._chain, self._recipe, self._dtype = target, chain, recipe, dtype
         self._whole_head = target.head()
@@ -67,7 +72,7 @@ class Objective:
             outputs.append(_rows(self._target.before_head(output), start, start + last - first, chosen))
             if module + 1 < depths:
                 output = chain.send(self._own_inputs(token_ids, module + 1, output, generator))
-        sums = _ChunkedLoss.apply(torch.stack(outputs), of_target, labels, self)
+        sums = _ChunkedLoss.apply(torch.stack(outputs), of_target, labels, self)  # type: ignore[no-untyped-call]
         return Losses(*(sums / len(chosen)))
 
     def total(self, losses: Losses) -> Tensor:
@@ -104,14 +109,16 @@ class Objective:
         count = max(1, int(share * batch_size * length))
         rows = torch.rand(batch_size * length, generator=generator, device=token_ids.device).topk(count).indices
         hidden = self._target.before_head(previous).reshape(-1, size)[rows]
-        drafts = torch.cat([_logits(part, self._draft_head).argmax(-1) for part in hidden.split(self._chunk_rows)])
+        drafts = torch.cat(
+            [_logits(part, self._draft_head).argmax(-1) for part in torch.split(hidden, self._chunk_rows)]
+        )
         if self._draft_head.token_ids is not None:
             drafts = self._draft_head.token_ids[drafts]
         replaced = embeddings.reshape(-1, size).index_copy(0, rows, self._chain.embed(drafts))
         return replaced.view_as(embeddings)
 
     def loss_and_gradient(self, hidden: Tensor, of_target: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden [K, M, H], of_target [M, H], labels [M] -> sums over M [3, K], and the gradient of the first [K, M, H]."""
+        """hidden [K, M, H], of_target [M, H], labels [M] -> sums over M [3, K], the gradient of the first [K, M, H]."""
         num_chunks = -(-hidden.shape[1] // self._chunk_rows)
         draft_head, whole = self._draft_head, self._whole_head
         columns = _columns(draft_head, whole.weight.shape[0])

@@ -33,7 +33,7 @@ class StackedMuon(torch.optim.Muon):
                 self._step(group, shape, parameters)
 
     def _step(self, group: dict[str, Any], shape: torch.Size, parameters: list[Tensor]) -> None:
-        gradients = [parameter.grad for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         momenta = []
         for parameter in parameters:
             state = self.state[parameter]
@@ -82,7 +82,7 @@ class Optimizers:
             self._all.append(torch.optim.AdamW(others, lr=rate, betas=_BETAS, weight_decay=0.0))
 
     def step(self, step: int, num_steps: int | None) -> float:
-        """Take step number `step` (from 0) of so many (None: not known yet); returns its rate. Gradients are cleared."""
+        """Take step `step` (from 0) of so many (None: not known yet); returns its rate. Gradients are cleared."""
         rate = self._recipe.learning_rate * rate_factor(step, num_steps, self._recipe)
         for optimizer in self._all:
             for group in optimizer.param_groups:

@@ -42,7 +42,9 @@ def _draw(axes: Axes, reports: Sequence[StepReport], name: str, title: str) -> N
     depths = max(len(each.loss) for each in reports)
     for depth in range(depths):
         points = [(each.step, getattr(each, name)[depth]) for each in reports if len(each.loss) > depth]
-        axes.plot([step for step, _ in points], [value for _, value in points], label=f"depth {depth + 1}", color=f"C{depth}")
+        axes.plot(
+            [step for step, _ in points], [value for _, value in points], label=f"depth {depth + 1}", color=f"C{depth}"
+        )
     axes.set(title=title, xlabel="step")
     axes.grid(visible=True, alpha=0.3)
     axes.legend(fontsize="small")

@@ -31,7 +31,8 @@ class Processes:
         flat = torch.cat([tensor.flatten() for tensor in several])
         distributed.all_reduce(flat)
         flat /= self.count
-        for tensor, part in zip(several, flat.split([tensor.numel() for tensor in several])):
+        parts = torch.split(flat, [tensor.numel() for tensor in several])
+        for tensor, part in zip(several, parts):
             tensor.copy_(part.view_as(tensor))
 
     def agree(self, value: float, device: torch.device) -> float:

@@ -37,7 +37,9 @@ class Recipe:
     min_temperature: float = _setting(0.4, "synthesise", "least temperature of the other answers")
     max_temperature: float = _setting(1.0, "synthesise", "greatest temperature of the other answers")
     user_temperature: float = _setting(0.9, "synthesise", "mean temperature of user turns; they vary by a tenth")
-    prompts: str | None = _setting(None, "synthesise", "file of user turns to begin with: .jsonl with prompt or token_ids, or .txt")
+    prompts: str | None = _setting(
+        None, "synthesise", "file of user turns to begin with: .jsonl with prompt or token_ids, or .txt"
+    )
     prompt_share: float = _setting(0.25, "synthesise", "share of conversations that begin with one of them")
     synthesis_batch: int = _setting(512, "synthesise", "conversations that are written at once, a file of rows each")
     synthesis_seed: int = _setting(0, "synthesise", "seed of what is written")
@@ -45,7 +47,9 @@ class Recipe:
     depths: int = _setting(8, "train", "number of modules (K)")
     block_width: int | None = _setting(None, "train", "neurons of a module's MLP; as the target's if left out")
     num_steps: int | None = _setting(None, "train", "optimizer steps; 4100 if neither this nor train-seconds is given")
-    train_seconds: float | None = _setting(None, "train", "as many steps as fit these seconds, by the speed of the first")
+    train_seconds: float | None = _setting(
+        None, "train", "as many steps as fit these seconds, by the speed of the first"
+    )
     batch_size: int = _setting(32, "train", "rows of text a step, over all processes")
     learning_rate: float = _setting(2e-3, "train", "of matrices and norms alike")
     optimizer: Optimizer = _setting("muon", "train", "of matrices: muon or adamw; norms have adamw")
@@ -63,7 +67,9 @@ class Recipe:
     on_policy_share: float = _setting(0.0, "train", "share of inputs of later depths that are the chain's own drafts")
     solo_steps: int = _setting(0, "train", "steps of the first module alone, before the others begin as its copies")
     ema_decay: float = _setting(0.0, "train", "average of weights that is kept and exported (0: the weights)")
-    draft_vocab_size: int | None = _setting(None, "train", "loss over the N most frequent tokens only, for a draft head")
+    draft_vocab_size: int | None = _setting(
+        None, "train", "loss over the N most frequent tokens only, for a draft head"
+    )
     start: str | None = _setting(None, "train", "modules to begin with (.safetensors or a directory); new if left out")
     projection_hidden: float = _setting(1.0, "train", "multiple of the identity on the hidden state at the start")
     projection_embedding: float = _setting(0.3, "train", "multiple of the identity on the embedding at the start")
@@ -109,7 +115,9 @@ class Recipe:
         if self.min_temperature > self.max_temperature:
             raise ConfigError(f"min_temperature={self.min_temperature} is above max_temperature={self.max_temperature}")
         if self.prompts is not None and Path(self.prompts).suffix not in (".jsonl", ".txt"):
-            raise ConfigError(f"prompts={self.prompts!r} must end in .jsonl (objects with prompt) or .txt (a turn a line)")
+            raise ConfigError(
+                f"prompts={self.prompts!r} must end in .jsonl (objects with prompt) or .txt (a turn a line)"
+            )
         if self.targets == "hard" and self.overlap_weight:
             raise ConfigError("overlap_weight needs targets=soft: it compares with the target's distribution")
         for name, kind in (

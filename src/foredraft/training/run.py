@@ -1,7 +1,7 @@
 """A run in a directory: its stages one after the other, each of which goes on where it was stopped.
 
-    DIR/                 what is exported: mtp.safetensors, config.json, README.md, recipe.json
-    DIR/training/        what is needed to go on: corpus/, checkpoint.pt, metrics.jsonl, evaluation.json, plots
+DIR/                 what is exported: mtp.safetensors, config.json, README.md, recipe.json
+DIR/training/        what is needed to go on: corpus/, checkpoint.pt, metrics.jsonl, evaluation.json, plots
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from foredraft.engine.llm import resolve_model
 from foredraft.config import EngineConfig
+from foredraft.engine.llm import resolve_model
 from foredraft.errors import ConfigError
 from foredraft.models.builtin import BUILTIN_NAME
 from foredraft.models.checkpoint_files import resolve_directory
@@ -34,8 +34,8 @@ from foredraft.training.metrics_file import StepReport, read_metrics
 from foredraft.training.plots import plot_metrics
 from foredraft.training.processes import Processes
 from foredraft.training.recipe import STAGES, Recipe, Stage
-from foredraft.training.synthesis_workers import SynthesisJob, run_worker, write_corpus
 from foredraft.training.synthesis import Worker
+from foredraft.training.synthesis_workers import SynthesisJob, run_worker, write_corpus
 from foredraft.training.trainer import (
     BEST_NAME,
     CHECKPOINT_NAME,
@@ -84,8 +84,8 @@ class RunOptions:
     synthesis_mtp: Path | None = None
     evaluation_sets: Sequence[EvaluationSet] = ()
     compare: Mapping[str, Path] = field(default_factory=dict)
-    training: TrainingOptions = TrainingOptions()
-    processes: Processes = Processes()
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+    processes: Processes = field(default_factory=Processes)
 
 
 class TrainingRun:
@@ -255,11 +255,12 @@ class TrainingRun:
     def _read_corpus(self) -> Corpus:
         corpus = self._corpus.read(self._recipe.num_rows)
         if corpus.row_length != self._recipe.row_length:
-            raise ConfigError(f"{self._corpus.path} has rows of {corpus.row_length} tokens, not {self._recipe.row_length}")
+            raise ConfigError(
+                f"{self._corpus.path} has rows of {corpus.row_length} tokens, not {self._recipe.row_length}"
+            )
         return corpus
 
 
 def target_path(target: str | Path) -> str | Path:
     """A checkpoint's directory or hub id; `builtin` is the built-in model."""
     return resolve_model(EngineConfig())[0] if target == "builtin" else target
-

@@ -1,6 +1,6 @@
 """Heads of the `speculators` package: those that are MTP modules, in the layout of transformers' `MtpModel`.
 
-Of its kinds (as of 0.9) `mtp` is one: one module, `mtp_layers.0`, whose projection reads a hidden state and an embedding.
+Of its kinds (as of 0.9) `mtp` is one: one module, `mtp_layers.0`, that projects a hidden state and an embedding.
 The others read something else than a module does, and are refused with the reason.
 """
 
@@ -84,7 +84,9 @@ def _require_kind(source: Path, config: dict[str, Any]) -> None:
         reason = _REFUSALS.get(str(kind), "nothing is known of this kind")
         raise ModelLoadError(f"{source}: a head of kind {kind} is no MTP module: {reason}")
     if (number := config.get("num_nextn_predict_layers", 1)) != 1:
-        raise ModelLoadError(f"{source}: num_nextn_predict_layers={number}, and speculators has heads of one module only")
+        raise ModelLoadError(
+            f"{source}: num_nextn_predict_layers={number}, and speculators has heads of one module only"
+        )
 
 
 def _renamed(name: str) -> str:

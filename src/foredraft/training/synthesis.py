@@ -25,7 +25,7 @@ from foredraft.training.user_turns import read_user_turns
 
 _BLOCK_SIZE = 16
 _WAITING_SHARE = 0.125
-"""Turns that have ended wait until so many of the batch have: a step with a prefill costs much more than one without."""
+"""Turns that have ended wait until so many of the batch have: a step with a prefill costs more than one without."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,12 @@ class Synthesizer:
     """Writes the shards of a corpus. mtp: modules that draft meanwhile, which changes nothing but the speed."""
 
     def __init__(
-        self, target: str | Path, recipe: Recipe, device: torch.device, dtype: torch.dtype, mtp: str | Path | None = None
+        self,
+        target: str | Path,
+        recipe: Recipe,
+        device: torch.device,
+        dtype: torch.dtype,
+        mtp: str | Path | None = None,
     ) -> None:
         loaded = load_checkpoint(target, mtp, num_modules=None if mtp else 0, dtype=dtype, device=device)
         self._recipe = recipe
@@ -57,7 +62,7 @@ class Synthesizer:
     def write(
         self,
         directory: CorpusDirectory,
-        worker: Worker = Worker(),  # noqa: B008 (frozen)
+        worker: Worker = Worker(),
         deadline: float | None = None,
         progress: Callable[[int], None] = lambda num_rows: None,
     ) -> bool:

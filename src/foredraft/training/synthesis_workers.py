@@ -38,8 +38,8 @@ def write_corpus(
     progress: Callable[[int, int], None],
     is_interrupted: Callable[[], bool],
 ) -> bool:
-    """Write what is missing of a corpus with so many processes; whether it is whole. progress: called with the rows that
-    are there and those that will be. ForedraftError if a process fails."""
+    """Write what is missing of a corpus with so many processes; whether it is whole. progress: called with the rows
+    that are there and those that will be. ForedraftError if a process fails."""
     directory = CorpusDirectory(job.corpus)
     context = multiprocessing.get_context("spawn")
     workers: list[BaseProcess] = [

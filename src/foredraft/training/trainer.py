@@ -56,8 +56,8 @@ class Trainer:
         corpus: Corpus,
         recipe: Recipe,
         made_with: dict[str, Any],
-        processes: Processes = Processes(),  # noqa: B008 (frozen)
-        options: TrainingOptions = TrainingOptions(),  # noqa: B008
+        processes: Processes = Processes(),
+        options: TrainingOptions = TrainingOptions(),
     ) -> None:
         if recipe.batch_size % processes.count:
             raise ConfigError(f"batch_size={recipe.batch_size} does not divide by {processes.count} processes")
@@ -258,6 +258,8 @@ class _Run:
         self._earlier, self._started = seconds, time.monotonic()
         self._num_steps, self.timed_seconds = 0, 0.0
         self._timed_from = 0.0
+        self._sums: Tensor | None = None
+        self._count = 0
         self._begin()
 
     @property
@@ -315,7 +317,7 @@ class _Run:
         return self._num_steps - self._steps_before
 
     def _begin(self) -> None:
-        self._sums: Tensor | None = None
+        self._sums = None
         self._count, self._since, self._rate = 0, time.monotonic(), 0.0
         self._steps_before = self._num_steps
 
