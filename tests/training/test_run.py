@@ -40,7 +40,7 @@ COMMON = [
 SHORT = [*COMMON, "--batch-size", "8", "--warmup-steps", "5", "--heldout-rows", "8", "--report-every", "5"]
 
 
-def foredraft(*arguments: str | Path) -> int:
+def foredraft(*arguments: object) -> int:
     """Run the command in this process; its exit code."""
     with pytest.raises(SystemExit) as ended:
         main([str(argument) for argument in arguments])

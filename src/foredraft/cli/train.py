@@ -104,7 +104,7 @@ def import_speculators(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="directory for mtp.safetensors")],
 ) -> None:
-    """Convert a head of the speculators package to the layout of transformers' `MtpModel`, where it is an MTP module."""
+    """Convert a head of the speculators package, if it is an MTP module, to the layout of transformers' `MtpModel`."""
     from foredraft.training.run import target_path
     from foredraft.training.speculators import import_head
 

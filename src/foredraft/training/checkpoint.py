@@ -17,7 +17,7 @@ FORMAT = 1
 
 @dataclass
 class Checkpoint:
-    """Everything that the next step depends on. Order of rows and draws follow from seed and step: no generator's state.
+    """Everything that the next step depends on. Order and draws follow from seed and step: no generator's state.
 
     made_with: the recipe, target and corpus. num_steps: None as long as it is not known. weights: of the modules, in
     float32; averages: of them, if the recipe keeps any. best_length: the largest that was measured on held-out rows,

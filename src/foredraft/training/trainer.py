@@ -56,7 +56,7 @@ class Trainer:
         corpus: Corpus,
         recipe: Recipe,
         made_with: dict[str, Any],
-        processes: Processes = Processes(),
+        processes: Processes = Processes(),  # noqa: B008 (frozen)
         options: TrainingOptions = TrainingOptions(),
     ) -> None:
         if recipe.batch_size % processes.count:
