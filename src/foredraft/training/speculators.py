@@ -19,14 +19,15 @@ from foredraft.models.checkpoint_files import MTP_FILE_NAME, read_headers, resol
 from foredraft.models.loader import load_checkpoint
 from foredraft.training.files import write_atomically
 
+_BLOCK = "it drafts a block at once, from hidden states of several layers of the target"
 _REFUSALS = {
     "eagle": "its layer has no norm of the embedding and none of the hidden state",
     "eagle3": "it reads hidden states of three layers of the target, and has a vocabulary of its own",
     "peagle": "it reads hidden states of several layers of the target, and drafts in parallel from mask tokens",
-    "dflash": "it drafts a block at once by attention in both directions over states of several layers",
-    "dflash2": "it drafts a block at once by attention in both directions over states of several layers",
-    "dspark": "it drafts a block at once by attention in both directions over states of several layers",
-    "xpress": "it drafts a block at once over states of several layers",
+    "dflash": _BLOCK,
+    "dflash2": _BLOCK,
+    "dspark": _BLOCK,
+    "xpress": _BLOCK,
 }
 _PREFIX = "mtp_layers.0."
 _RENAMES = {
