@@ -59,7 +59,17 @@ ALLOWED = {
         "speculation.drafter",
     },
     "server": {"records", "engine", "foredraft"},
-    "cli": {"records", "engine", "foredraft", "bench", "server", "models.loader"},  # of the loader: CheckpointInfo
+    "training": {"records", "engine", "foredraft", "models"},
+    "cli": {
+        "records",
+        "engine",
+        "foredraft",
+        "bench",
+        "server",
+        "training",
+        "models.loader",
+        "models.checkpoint_files",
+    },
 }
 MAX_LINES = 400
 

@@ -18,6 +18,7 @@ from foredraft.cli.draft_vocab import draft_vocab
 from foredraft.cli.generate import generate
 from foredraft.cli.info import info
 from foredraft.cli.serve import serve
+from foredraft.cli.train import import_speculators, train
 from foredraft.errors import ForedraftError
 
 app = typer.Typer(
@@ -31,6 +32,8 @@ app.command()(generate)
 app.command()(info)
 app.command()(draft_vocab)
 app.command()(serve)
+app.command()(train)
+app.command()(import_speculators)
 app.add_typer(bench_app)
 
 

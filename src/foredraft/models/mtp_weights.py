@@ -183,7 +183,7 @@ def build_mtp_model(
     `set_mtp_fields`. ModelLoadError names tensors that are missing, surplus or of the wrong shape, and copies of the
     embedding or the head that are not the target's.
     """
-    model = new_mtp_model(target, num_modules, dtype)
+    model = new_mtp_model(target, num_modules, dtype, block_width(source))
     modules = source.modules[:num_modules]
     check_copies(target, (header for module, header in source.copies if module < num_modules))
     headers = [header for module in modules for header in module.values()]
@@ -223,11 +223,21 @@ def build_mtp_model(
     return model.requires_grad_(False)
 
 
-def new_mtp_model(target: PreTrainedModel, num_modules: int, dtype: torch.dtype) -> MtpModel:
-    """An `MtpModel` whose own weights are on the meta device (elsewhere it would initialise the target's embedding)."""
+def block_width(source: MtpSource) -> int | None:
+    """Neurons of the modules' MLP, as the weights say, which may be fewer than the target's; None: no plain MLP."""
+    header = source.modules[0].get("layers.0.mtp_block.mlp.gate_proj.weight")
+    return None if header is None or len(header.shape) != 2 else header.shape[0]
+
+
+def new_mtp_model(target: PreTrainedModel, num_modules: int, dtype: torch.dtype, width: int | None = None) -> MtpModel:
+    """An `MtpModel` whose own weights are on the meta device (elsewhere it would initialise the target's embedding).
+
+    width: neurons of a module's MLP, where it is a plain one; None: as many as the target's have.
+    """
     try:
         with ExitStack() as stack:
             stack.enter_context(_plain_embedding(target))
+            stack.enter_context(_of_width(target, width))
             for context in MtpModel.get_init_context(dtype, False, False, None):
                 stack.enter_context(context)
             model = MtpModel(target, num_modules)
@@ -253,6 +263,22 @@ def _plain_embedding(target: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         target.set_input_embeddings(normed)
+
+
+@contextmanager
+def _of_width(target: PreTrainedModel, width: int | None) -> Iterator[None]:
+    """Meanwhile the target's configuration has MLPs of this width, if it knows but one: `MtpModel` copies it."""
+    text_config: Any = target.config.get_text_config(decoder=True)
+    kept = getattr(text_config, "intermediate_size", None)
+    is_narrower = width is not None and isinstance(kept, int) and width < kept
+    if not is_narrower or getattr(text_config, "mlp_layer_types", None) is not None:
+        yield
+        return
+    text_config.intermediate_size = width
+    try:
+        yield
+    finally:
+        text_config.intermediate_size = kept
 
 
 def _tensors(model: MtpModel) -> Iterable[tuple[str, Tensor]]:

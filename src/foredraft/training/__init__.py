@@ -1,0 +1,1 @@
+"""Training of MTP modules over a frozen target: synthesis of text, fitting, evaluation, export."""
