@@ -53,7 +53,7 @@ class _Line:
 def send_handover(handover: Handover, address: Address, timeout: float = DEFAULT_SECONDS) -> None:
     """Connect to a `HandoverListener`, send all, and wait until it says that it has it whole.
 
-    HandoverError if that has not happened within `timeout` seconds, or cannot happen; the handover is as good as before.
+    HandoverError if that has not happened within `timeout` seconds, or cannot; the handover is as good as before.
     """
     deadline = time.monotonic() + timeout
     family, place = _resolved(address)
