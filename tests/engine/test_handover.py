@@ -48,7 +48,7 @@ def after(request: Request) -> After:
 
 def steps(engine: Engine, request: Request, count: int = 1000) -> list[After]:
     """Make steps, until the request ends at the latest."""
-    seen = []
+    seen: list[After] = []
     while request.finish_reason is None and len(seen) < count:
         engine.step()
         engine.cache.check_integrity()
@@ -108,39 +108,46 @@ class Told:
         self.engine: Engine
         self.drafter: RecordingDrafter
         self.engine, self.drafter = recording_engine(checkpoint.loaded, depth, 2, budget, **settings)
-        self.drafter.continuations["one"] = self.reference.sequence(PROMPT, 40)
         soil(self.engine)
 
-    def begin(self, count: int) -> tuple[Request, list[After]]:
-        request = self.engine.add_request("one", PROMPT, GREEDY)
+    def tell(self, length: int) -> list[int]:
+        """A prompt of so many tokens, with the drafts for it."""
+        self.drafter.continuations["one"] = self.reference.sequence(PROMPT[:length], 40)
+        return PROMPT[:length]
+
+    def begin(self, count: int, length: int = len(PROMPT)) -> tuple[Request, list[After]]:
+        request = self.engine.add_request("one", self.tell(length), GREEDY)
         return request, steps(self.engine, request, count)
 
     def check(self, request: Request) -> None:
         """Tokens are the target's own, every draft what the modules make of the whole history."""
-        assert request.token_ids == self.reference.sequence(PROMPT, 40)[: request.num_tokens]
+        assert request.token_ids == self.drafter.continuations["one"][: request.num_tokens]
         self.drafter.assert_equals(self.reference, {"one": request.token_ids})
 
 
-@pytest.mark.parametrize("budget", [12, 64])
+LENGTHS = {0: (23, 22), 1: (23, 22), 2: (22, 23), 3: (17, 23), 8: (16, 19, 20, 21)}
+"""Prompts after which, with so many drafts a step, any number of them is accepted in one or another."""
+
+
 @pytest.mark.parametrize(("kind", "depth"), KINDS)
-def test_nothing_differs_after_a_move(
-    checkpoints: Callable[[str], Checkpoint], kind: str, depth: int, budget: int
-) -> None:
+def test_nothing_differs_after_a_move(checkpoints: Callable[[str], Checkpoint], kind: str, depth: int) -> None:
     """At any step: in the middle of a prompt, and with any number of drafts accepted before and after."""
     checkpoint = checkpoints(kind)
-    settings = {"budget": max(budget, 2 * depth + 2)}
-    request, unmoved = Told(checkpoint, depth, **settings).begin(1000)
     accepted = set()
-    for count in range(1, len(unmoved)):
-        old, new = Told(checkpoint, depth, **settings), Told(checkpoint, depth, **settings)
-        _, before = old.begin(count)
-        moved = move(old.engine, new.engine, "one")
-        assert after(moved) == before[-1]
-        assert [*before, *steps(new.engine, moved)] == unmoved
-        assert moved.stats == request.stats
-        assert moved.token_depths == request.token_depths
-        new.check(moved)
-        accepted.update(moved.token_depths)
+    for length, budget in zip(LENGTHS[depth], (12, 64, 64, 64)):
+        budget = max(budget, 2 * depth + 2)
+        request, unmoved = Told(checkpoint, depth, budget).begin(1000, length)
+        for count in range(1, len(unmoved)):
+            old, new = Told(checkpoint, depth, budget), Told(checkpoint, depth, budget)
+            new.tell(length)
+            _, before = old.begin(count, length)
+            moved = move(old.engine, new.engine, "one")
+            assert after(moved) == before[-1]
+            assert [*before, *steps(new.engine, moved)] == unmoved
+            assert moved.stats == request.stats
+            assert moved.token_depths == request.token_depths
+            new.check(moved)
+            accepted.update(moved.token_depths)
     assert accepted == set(range(depth + 1))
 
 
@@ -190,15 +197,17 @@ def test_engines_may_have_more_modules_or_fewer(
     checkpoint = checkpoints(kind)
     most = 8 if kind == "eight modules" else 2
     old_depth, new_depth = min(old_depth, most), min(new_depth, most)
+    drafted = {0}
     for count in (1, 3, 6):
         old, new = Told(checkpoint, old_depth, 64), Told(checkpoint, new_depth, 64)
+        new.tell(len(PROMPT))
         old.begin(count)
         moved = move(old.engine, new.engine, "one")
         assert moved.status is RequestStatus.RUNNING
         steps(new.engine, moved)
         new.check(moved)
-        drafted = [len(drafts) for _, drafts in new.drafter.seen]
-        assert max(drafted, default=0) == new_depth
+        drafted.update(len(drafts) for _, drafts in new.drafter.seen)
+    assert max(drafted) == new_depth
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral sliding"])
@@ -208,6 +217,7 @@ def test_an_engine_without_modules_hands_over_to_one_with(
     """Of a target with windows only it keeps h0 of its last row, from which no module can be rebuilt."""
     checkpoint = checkpoints(kind)
     old, new = engine_of(loaded(path_of(kind), num_modules=0)), Told(checkpoint, 2, 64)
+    new.tell(len(PROMPT))
     steps(old, old.add_request("one", PROMPT, GREEDY), 1)
     handover = from_bytes(to_bytes(old.export_request("one")))
     if kind == "llama":
@@ -279,10 +289,12 @@ def test_tokens_are_the_same(few: LoadedModel, name: str, execution: str) -> Non
     for count in (1, 2, 3, 5):
         engines = [engine_of(few, **settings) for _ in range(3)]
         assert continued(engines, PROMPT_OF_FEW, params, (count, 2)) == unmoved
-    assert unmoved["stats"].num_accepted_tokens > 0
+    assert unmoved["stats"].num_accepted_tokens > 0 or name == "greedy"
 
 
-@pytest.mark.parametrize("options", [{}, {"verification": "block"}, {"draft_sampling": "greedy"}, {"draft_vocab_size": 5}])
+@pytest.mark.parametrize(
+    "options", [{}, {"verification": "block"}, {"draft_sampling": "greedy"}, {"draft_vocab_size": 5}]
+)
 def test_tokens_are_the_same_however_drafts_are_made(few: LoadedModel, options: dict[str, Any]) -> None:
     for execution in ("host", "overlapped"):
         settings = {"execution": execution, **options}
@@ -295,13 +307,13 @@ def test_tokens_are_the_same_however_drafts_are_made(few: LoadedModel, options: 
 def test_drafts_that_were_drawn_in_another_way_are_dropped(few: LoadedModel, new: dict[str, Any]) -> None:
     for execution in ("host", "overlapped"):
         for first, second in (({}, new), (new, {})):
-            engines = [engine_of(few, execution=execution, **options) for options in (first, second)]
-            steps(engines[0], engines[0].add_request("one", PROMPT_OF_FEW, SAMPLED), 3)
-            engines[0].settle()
-            moved = move(*engines, "one")
+            old, new_one = (engine_of(few, execution=execution, **options) for options in (first, second))
+            steps(old, old.add_request("one", PROMPT_OF_FEW, SAMPLED), 3)
+            old.settle()
+            moved = move(old, new_one, "one")
             assert moved.draft_token_ids == ()
             assert moved.exact.cycle is None
-            finish(engines[1])
+            finish(new_one)
             assert moved.num_tokens == moved.max_total_tokens
 
 
@@ -627,7 +639,11 @@ def test_a_file_holds_it_all(few: LoadedModel, tmp_path: Path) -> None:
 def test_files_that_are_not_whole(few: LoadedModel, tmp_path: Path) -> None:
     data, file = sent(few), tmp_path / "one"
     handover = from_bytes(data)
-    for content, message in ((data[:-5], "cut off"), (data + b"x", "goes on after its end"), (b"x" * 99, "no handover")):
+    for content, message in (
+        (data[:-5], "cut off"),
+        (data + b"x", "goes on after its end"),
+        (b"x" * 99, "no handover"),
+    ):
         file.write_bytes(content)
         with pytest.raises(HandoverError, match=message):
             type(handover).read(file)
@@ -651,8 +667,8 @@ def test_a_file_that_is_not_finished_is_not_there(
 
 
 def test_the_builtin_model_goes_on_drafting(builtin_llm: LLM) -> None:
-    settings = {"num_blocks": 24, "max_model_len": 256, "num_speculative_tokens": 8}
-    old, new = (build_engine(builtin_llm.loaded, EngineConfig(**settings)) for _ in range(2))
+    config = EngineConfig(num_blocks=24, max_model_len=256, num_speculative_tokens=8)
+    old, new = (build_engine(builtin_llm.loaded, config) for _ in range(2))
     prompt = builtin_llm.token_ids("The three primary colours are red, yellow and")
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     unmoved = builtin_llm.engine.add_request("unmoved", prompt, params)
@@ -664,3 +680,47 @@ def test_the_builtin_model_goes_on_drafting(builtin_llm: LLM) -> None:
     assert moved.token_depths == unmoved.token_depths
     assert moved.stats == unmoved.stats
     assert moved.stats.num_accepted_tokens > 8
+
+
+# -- through LLM -----------------------------------------------------------------------------------------------------
+
+
+def test_one_llm_runs_the_prompt_and_another_answers(path: Path) -> None:
+    settings = {"num_blocks": 64, "max_num_seqs": 2, "max_model_len": 80, "block_size": 4}
+    params = SamplingParams(max_tokens=16, ignore_eos=True, temperature=1.0, seed=4, logprobs=1)
+    prompts = [PROMPT_OF_FEW[: 10 + number] for number in range(5)]
+    expected = LLM(path, **settings).generate(prompts, params)
+    prefills = LLM(path, **settings, execution="overlapped")
+    decodes = LLM(path, **settings)
+    other = prefills.stream(PROMPT_OF_FEW[::-1], params)  # which is not disturbed
+    streams = [decodes.resume(from_bytes(to_bytes(prefills.prefill(prompt, params)))) for prompt in prompts]
+    for stream, whole in zip(streams, expected):
+        chunks = list(stream)
+        output = chunks[-1].output
+        assert output is not None
+        assert output.choices == whole.choices
+        assert sum((chunk.token_ids for chunk in chunks), ()) == whole.token_ids
+        assert len(chunks) > 2
+    (alone,) = LLM(path, **settings).generate([PROMPT_OF_FEW[::-1]], params)
+    assert sum((chunk.token_ids for chunk in other), ()) == alone.token_ids
+    assert not prefills.engine.has_unfinished
+    assert not decodes.engine.has_unfinished
+
+
+def test_what_cannot_be_prefilled(path: Path) -> None:
+    llm = LLM(path, num_blocks=64, max_model_len=80)
+    with pytest.raises(RequestError, match="n must be 1"):
+        llm.prefill(PROMPT_OF_FEW, SamplingParams(n=2))
+    with pytest.raises(RequestError, match="the request has ended \\(finish_reason length\\)"):
+        llm.prefill(PROMPT_OF_FEW, SamplingParams(max_tokens=1))
+    with pytest.raises(RequestError, match="must be SamplingParams"):
+        llm.prefill(PROMPT_OF_FEW, {})  # type: ignore[arg-type]
+    assert not llm.engine.has_unfinished
+
+
+def test_a_stream_that_is_resumed_may_be_closed(path: Path) -> None:
+    llm = LLM(path, num_blocks=64, max_model_len=80)
+    stream = llm.resume(llm.prefill(PROMPT_OF_FEW, GREEDY))
+    assert len(next(stream).token_ids) == 1
+    stream.close()
+    assert not llm.engine.has_unfinished

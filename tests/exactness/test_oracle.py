@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 import pytest
+from handing import move_all, soil
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -25,7 +26,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from handing import move_all, soil
 from prefill_oracle import Account, compare_with_prefill, model, plain_engine
 from scripted import ScriptedDrafter, greedy_sequence, scripted_engine
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
+from handing import move_all, soil
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -26,7 +27,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from handing import move_all, soil
 from prefill_oracle import Account, compare_with_prefill, model
 from torch import Tensor
 

@@ -68,7 +68,7 @@ def send_handover(handover: Handover, address: Address, timeout: float = DEFAULT
     except TimeoutError as error:
         raise HandoverError(f"{_shown(address)} has not taken the handover within {timeout} s") from error
     except OSError as error:
-        raise HandoverError(f"{_shown(address)} cannot be reached: {error}") from error
+        raise HandoverError(f"{_shown(address)} cannot take the handover: {error}") from error
     if answer != RECEIVED:
         raise HandoverError(f"{_shown(address)} answers as no listener does: {bytes(answer)!r}")
 
