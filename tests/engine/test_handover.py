@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -724,3 +725,19 @@ def test_a_stream_that_is_resumed_may_be_closed(path: Path) -> None:
     assert len(next(stream).token_ids) == 1
     stream.close()
     assert not llm.engine.has_unfinished
+
+
+def test_the_example_of_the_page(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "handover.md").read_text(encoding="utf-8")
+    listening, sending, stepping = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    steps_of_both = stepping.replace("path/to/checkpoint", str(path)).replace("max_tokens=64", "max_tokens=16")
+    found: dict[str, Any] = {}
+    exec(steps_of_both.replace("8]", "4]"), found)
+    assert len(found["request"].output_token_ids) == 16
+    llm = LLM(path, num_blocks=64, max_model_len=80)
+    unmoved = llm.engine.add_request("a", [5, 6, 7, 4], found["request"].params)
+    finish(llm.engine)
+    assert found["request"].token_ids == unmoved.token_ids
+    for example in (listening, sending):
+        compile(example, "handover.md", "exec")
