@@ -256,8 +256,14 @@ def walk(machine: Oracle, chance: random.Random) -> None:
         machine.steps([chance.randint(0, 4) for _ in range(3)])
         if machine.requests():
             machine.change_depth(chance.randrange(4), chance.choice((0, 1, 2, 3, 4, 4)))
-        if machine.requests() and chance.random() < 0.3:
+    for _ in range(4):  # at the end: an engine that is fresh finds nothing in its cache
+        while len(machine.requests()) < 3:
+            prompt = [chance.randrange(8) for _ in range(chance.randint(1, 14))]
+            machine.add(prompt, chance.choice((0, 2, machine.max_depth)))
+        machine.steps([chance.randint(0, 4) for _ in range(chance.randint(1, 3))])
+        if machine.requests():
             machine.move(chance.randint(10, 16), chance.randint(11, 14), chance.choice((2, 4, 8)))
+        machine.steps([chance.randint(0, 4) for _ in range(3)])
     machine.teardown()
 
 

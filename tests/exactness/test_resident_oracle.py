@@ -391,8 +391,14 @@ def walk(machine: ResidentOracle, chance: random.Random) -> None:
                 machine.change_depth(chance.randrange(4), chance.choice((0, 1, 2, 4, 4)))
             elif what < 0.6:
                 machine.abort(chance.randrange(4))
-            elif what < 0.8:
-                machine.move(chance.randint(12, 20), chance.randint(14, 18), chance.choice((4, 8)))
+    for _ in range(3):  # at the end: an engine that is fresh finds nothing in its cache
+        while len(machine.requests()) < 2:
+            prompt = [chance.randrange(8) for _ in range(chance.randint(1, 14))]
+            machine.add(prompt, chance.choice((1, 2, 4)), chance.choice((0.0, 1.0)))
+        machine.steps(chance.randint(2, 4))
+        if machine.requests():
+            machine.move(chance.randint(12, 20), chance.randint(14, 18), chance.choice((4, 8)))
+        machine.steps(chance.randint(1, 4))
     machine.teardown()
 
 
