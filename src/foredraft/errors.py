@@ -17,6 +17,10 @@ class RequestError(ForedraftError, ValueError):
     """A request cannot be served as asked; the message names the field and the rule. Other requests are unharmed."""
 
 
+class HandoverError(ForedraftError):
+    """A request cannot be handed over: its bytes are damaged or do not come, or it was begun with another model."""
+
+
 class EngineBusyError(ForedraftError):
     """So many requests wait already that one more is not taken: ask again later."""
 

@@ -7,6 +7,7 @@ row was computed from. Deliberate faults in the rule show that it notices.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 import pytest
+from handing import move_all, soil
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -25,11 +27,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from prefill_oracle import Account, compare_with_prefill, model, plain_engine
-from scripted import greedy_sequence, scripted_engine
+from scripted import ScriptedDrafter, greedy_sequence, scripted_engine
 
 from foredraft.cache.block_tables import RowDemand
+from foredraft.cache.placement import SentRows
 from foredraft.cache.prefix_match import PrefixMatch
 from foredraft.config import EngineConfig
+from foredraft.engine.engine import Engine
 from foredraft.exactness import ExactRows
 from foredraft.request import Request, RequestStatus
 from foredraft.sampling.sampler import SamplingTensors
@@ -66,21 +70,24 @@ class Oracle(RuleBasedStateMachine):
 
     @initialize(budget=st.integers(10, 20), num_blocks=st.integers(11, 16))
     def start(self, budget: int, num_blocks: int) -> None:
+        self.engine, self.drafter = self.new_engine(budget, num_blocks, 4)
+        self.num_modules = self.engine.scheduler.num_modules
+        self.accounts: dict[str, Account] = {}
+        self.num_added = 0
+        self.prompts: list[tuple[int, ...]] = []
+        self.watch_cache()
+
+    def new_engine(self, budget: int, num_blocks: int, block_size: int) -> tuple[Engine, ScriptedDrafter]:
         config = EngineConfig(
             num_speculative_tokens=self.max_depth,
-            block_size=4,
+            block_size=block_size,
             num_blocks=num_blocks,
             max_num_seqs=2,
             max_num_batched_tokens=budget,
             max_model_len=MAX_LEN,
             **self.engine_settings,
         )
-        self.engine, self.drafter = scripted_engine(model(self.kind), config)
-        self.num_modules = self.engine.scheduler.num_modules
-        self.accounts: dict[str, Account] = {}
-        self.num_added = 0
-        self.prompts: list[tuple[int, ...]] = []
-        self.watch_cache()
+        return scripted_engine(model(self.kind), config)
 
     def watch_cache(self) -> None:
         """Enter into the accounts what the cache gives and takes."""
@@ -89,7 +96,7 @@ class Oracle(RuleBasedStateMachine):
 
         def watched_admit(request_id: str, salt: str | None, match: PrefixMatch, demand: RowDemand) -> bool:
             is_admitted = admit(request_id, salt, match, demand)
-            if is_admitted:
+            if is_admitted and not match.begins:  # else its rows have come with it
                 token_ids = next(r.token_ids for r in requests.requests() if r.request_id == request_id)
                 self.accounts[request_id].share(token_ids, match)
                 self.happened.add("hit" if match.num_rows else "miss")
@@ -179,6 +186,24 @@ class Oracle(RuleBasedStateMachine):
         self.engine.scheduler.preempt(request)
 
     @precondition(lambda self: self.requests())
+    @rule(budget=st.integers(10, 20), num_blocks=st.integers(11, 16), block_size=st.sampled_from((2, 4, 8)))
+    def move(self, budget: int, num_blocks: int, block_size: int) -> None:
+        """All requests are handed over to a fresh engine."""
+        old, script = self.engine, self.drafter
+        if old.cache.layout.has_windows:
+            block_size = math.gcd(block_size, old.cache.block_size)  # so that the rows that are sent fill whole blocks
+        self.engine, self.drafter = self.new_engine(budget, 1 + 4 * num_blocks // block_size, block_size)
+        soil(self.engine)
+        self.drafter.continuations, self.drafter.num_right = script.continuations, script.num_right
+        self.watch_cache()
+        for request in move_all(old, self.engine):
+            is_running = request.status is RequestStatus.RUNNING
+            self.happened.add("moved with rows" if is_running else "moved without rows")
+            if is_running and request.exact.cycle is not None:
+                self.happened.add("moved with drafts")
+        self.check()
+
+    @precondition(lambda self: self.requests())
     @rule(index=st.integers(0, 3))
     def abort(self, index: int) -> None:
         requests = self.requests()
@@ -231,6 +256,14 @@ def walk(machine: Oracle, chance: random.Random) -> None:
         machine.steps([chance.randint(0, 4) for _ in range(3)])
         if machine.requests():
             machine.change_depth(chance.randrange(4), chance.choice((0, 1, 2, 3, 4, 4)))
+    for _ in range(4):  # at the end: an engine that is fresh finds nothing in its cache
+        while len(machine.requests()) < 3:
+            prompt = [chance.randrange(8) for _ in range(chance.randint(1, 14))]
+            machine.add(prompt, chance.choice((0, 2, machine.max_depth)))
+        machine.steps([chance.randint(0, 4) for _ in range(chance.randint(1, 3))])
+        if machine.requests():
+            machine.move(chance.randint(10, 16), chance.randint(11, 14), chance.choice((2, 4, 8)))
+        machine.steps([chance.randint(0, 4) for _ in range(3)])
     machine.teardown()
 
 
@@ -266,7 +299,8 @@ def test_exact_on_long_walks(kind: type[Oracle]) -> None:
         walk(kind(), random.Random(seed))
     accepted = {f"accepted {number} of {kind.max_depth}" for number in range(kind.max_depth + 1)}
     shared = {"hit", "miss", "module hit", "module miss"}
-    assert accepted | shared | {"preempted", "waited", "chunk", "rebuild only"} <= kind.happened
+    moved = {"moved with rows", "moved with drafts", "moved without rows"}
+    assert accepted | shared | moved | {"preempted", "waited", "chunk", "rebuild only"} <= kind.happened
 
 
 def test_rebuild_one_row_late_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,6 +330,21 @@ def test_one_exact_row_too_few_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ExactRows, "after_verify", lambda self, num_accepted: after_verify(self, num_accepted - 1))
     with pytest.raises(AssertionError, match="as large as"):
         walks(20)  # it shows where the next depth is smaller
+
+
+def test_a_row_that_is_changed_on_its_way_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows_of = Engine._rows_of
+
+    def changed(self: Engine, request: Request) -> dict[str, SentRows]:
+        sent = rows_of(self, request)
+        for name, own in sent.items():
+            if name == "module.1.key":
+                own.rows[max(0, request.exact.num_exact_rows[1] - own.first - 1)] += 1
+        return sent
+
+    monkeypatch.setattr(Engine, "_rows_of", changed)
+    with pytest.raises(AssertionError, match="counted as exact"):
+        walks(4)
 
 
 def walks(count: int) -> None:

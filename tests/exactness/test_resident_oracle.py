@@ -9,12 +9,14 @@ on the device show that it notices.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
+from handing import move_all, soil
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -32,6 +34,7 @@ from foredraft.cache.block_tables import RowDemand
 from foredraft.cache.prefix_match import PrefixMatch
 from foredraft.config import EngineConfig
 from foredraft.engine.build import build_engine
+from foredraft.engine.engine import Engine
 from foredraft.kernels.decode_state import NUM_TOKENS, RESERVED_SLOT, RING_SIZE, DecodeState, DraftWindow, PassRows
 from foredraft.kernels.torch import decode
 from foredraft.request import Request, RequestStatus
@@ -103,9 +106,23 @@ class ResidentOracle(RuleBasedStateMachine):
 
     @initialize(budget=st.integers(10, 20), num_blocks=st.integers(13, 24))
     def start(self, budget: int, num_blocks: int) -> None:
+        self.engine = self.new_engine(budget, num_blocks, 4)
+        self.accounts: dict[str, Account] = {}
+        self.names: dict[str, Names] = {}
+        self.count = itertools.count()
+        self.prompts: list[tuple[int, ...]] = []
+        self.num_added = 0
+        self.watch()
+
+    def watch(self) -> None:
+        self.watch_cache()
+        self.watch_host()
+        self.watch_device()
+
+    def new_engine(self, budget: int, num_blocks: int, block_size: int) -> Engine:
         config = EngineConfig(
             num_speculative_tokens=self.max_depth,
-            block_size=4,
+            block_size=block_size,
             num_blocks=num_blocks,
             max_num_seqs=2,
             max_num_batched_tokens=budget,
@@ -113,15 +130,7 @@ class ResidentOracle(RuleBasedStateMachine):
             synthetic_acceptance="0.8,0.7",
             execution="overlapped",
         )
-        self.engine = build_engine(model(self.kind), config)
-        self.accounts: dict[str, Account] = {}
-        self.names: dict[str, Names] = {}
-        self.count = itertools.count()
-        self.prompts: list[tuple[int, ...]] = []
-        self.num_added = 0
-        self.watch_cache()
-        self.watch_host()
-        self.watch_device()
+        return build_engine(model(self.kind), config)
 
     def row_id(self, token_id: int) -> int:
         """What prompts have in the place of a token."""
@@ -135,7 +144,7 @@ class ResidentOracle(RuleBasedStateMachine):
 
         def watched_admit(request_id: str, salt: str | None, match: PrefixMatch, demand: RowDemand) -> bool:
             is_admitted = admit(request_id, salt, match, demand)
-            if is_admitted:
+            if is_admitted and not match.begins:  # else its rows have come with it
                 self.accounts[request_id].share(self.names[request_id].known, match)
                 self.happened.add("hit" if match.num_rows else "miss")
                 self.happened.add("module hit" if match.num_module_rows else "module miss")
@@ -262,10 +271,27 @@ class ResidentOracle(RuleBasedStateMachine):
             if self.requests():
                 self.step()
 
-    def step(self) -> None:
+    @precondition(lambda self: self.requests())
+    @rule(budget=st.integers(10, 20), num_blocks=st.integers(13, 24), block_size=st.sampled_from((4, 4, 8)))
+    def move(self, budget: int, num_blocks: int, block_size: int) -> None:
+        """The step under way is ended, and all requests are handed over to a fresh engine."""
+        if self.is_under_way:
+            self.happened.add("moved from under way")
+            self.step(settling=True)
+        assert not self.is_under_way
+        if self.engine.cache.layout.has_windows:
+            block_size = math.gcd(block_size, self.engine.cache.block_size)  # so that rows fill whole blocks
+        old, self.engine = self.engine, self.new_engine(budget, 1 + 4 * num_blocks // block_size, block_size)
+        soil(self.engine)
+        self.watch()
+        moved = move_all(old, self.engine)
+        self.happened.update("moved with rows" for request in moved if request.status is RequestStatus.RUNNING)
+        self.check()
+
+    def step(self, *, settling: bool = False) -> None:
         before = {r.request_id: (r.num_tokens, r.draft_token_ids) for r in self.requests()}
         num_preemptions = self.engine.scheduler.num_preemptions
-        for update in self.engine.step():
+        for update in self.engine.settle() if settling else self.engine.step():
             num_tokens, drafts = before[update.request.request_id]
             accepted = [depth for depth in update.token_depths if depth]
             emitted = update.request.token_ids[num_tokens:]
@@ -365,6 +391,14 @@ def walk(machine: ResidentOracle, chance: random.Random) -> None:
                 machine.change_depth(chance.randrange(4), chance.choice((0, 1, 2, 4, 4)))
             elif what < 0.6:
                 machine.abort(chance.randrange(4))
+    for _ in range(3):  # at the end: an engine that is fresh finds nothing in its cache
+        while len(machine.requests()) < 2:
+            prompt = [chance.randrange(8) for _ in range(chance.randint(1, 14))]
+            machine.add(prompt, chance.choice((1, 2, 4)), chance.choice((0.0, 1.0)))
+        machine.steps(chance.randint(2, 4))
+        if machine.requests():
+            machine.move(chance.randint(12, 20), chance.randint(14, 18), chance.choice((4, 8)))
+        machine.steps(chance.randint(1, 4))
     machine.teardown()
 
 
@@ -382,6 +416,7 @@ def test_exact_on_long_walks(machine: type[ResidentOracle]) -> None:
     accepted = {f"accepted {number} of {machine.max_depth}" for number in range(machine.max_depth + 1)}
     changed = {f"{what} while under way" for what in ("depth up", "depth down", "abort")}
     assert accepted | changed | {"hit", "module hit", "preempted", "under way", "settled"} <= machine.happened
+    assert {"moved from under way", "moved with rows"} <= machine.happened
 
 
 # -- faults that must be noticed -------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import torch
 from exactness import test_oracle, test_resident_oracle
 from families.case import FamilyCase, FamilyModel, load
 from families.histories import FEW, Machines
+from handing import move_all, soil
 from hypothesis.stateful import run_state_machine_as_test
 from reference import RecordingDrafter, recording_engine
 from safetensors.torch import load_file, save_file
@@ -214,6 +215,41 @@ class FamilyContract:
         change_depth()
         scripted.finish(change_depth)
         assert {len(drafts) for _, drafts in scripted.drafter.seen} >= set(depths) - {0}
+
+    # -- moves to another engine ---------------------------------------------------------------------------------------
+
+    def test_requests_that_move(self, model: FamilyModel, depth: int) -> None:
+        """In the middle of their prompts, and later; drafts afterwards are what the modules make of all tokens."""
+        for count in (1, 2, 5):
+            old, new = (Scripted(model, depth, budget=3 * (depth + 1) + 4) for _ in range(2))
+            for length in (2, 9, 20):
+                old.add(length, 2 * depth + 8)
+            for _ in range(count):
+                old.engine.step()
+            soil(new.engine)
+            new.drafter.continuations = old.drafter.continuations
+            new.requests = move_all(old.engine, new.engine)
+            new.finish()
+            assert new.drafter.logits
+
+    @pytest.mark.parametrize("execution", EXECUTIONS)
+    def test_requests_with_a_seed_that_move(self, model: FamilyModel, execution: str) -> None:
+        depth = min(3, max(model.case.depths))
+        params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.5, seed=3)
+        outputs = []
+        for is_moved in (False, True):
+            engine = model.engine(depth, execution=execution)
+            requests = [engine.add_request(f"{n}", model.prompt(n), params) for n in FEW_LENGTHS]
+            for _ in range(4):
+                engine.step()
+            engine.settle()
+            if is_moved:
+                old, engine = engine, model.engine(depth, execution=execution)
+                soil(engine)
+                requests = move_all(old, engine)
+            finish(engine)
+            outputs.append([(request.token_ids, request.token_depths, request.stats) for request in requests])
+        assert outputs[0] == outputs[1]
 
     # -- loading -------------------------------------------------------------------------------------------------------
 

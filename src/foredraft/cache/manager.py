@@ -78,13 +78,13 @@ class CacheManager:
         """Give a new request what `match` found and room for the rest; all or nothing. False: not enough blocks."""
         groups = range(len(self.layout.groups))
         found = (*match.target_parts, *match.module_parts)
-        tables = BlockTables(salt, [[] for _ in groups], [0 for _ in groups])
+        tables = BlockTables(salt, [[] for _ in groups], [0 for _ in groups], is_published=match.is_shared)
         origin = match.module_origin // self.block_size
         tables.num_shared_module_blocks = max(origin, match.num_module_rows // self.block_size)
         for group in groups:
             is_module = group in self.layout.module_groups
             num_rows, begin = (match.num_module_rows, origin) if is_module else (match.num_rows, 0)
-            tables.first[group] = max(begin, self._first_block(group, num_rows))
+            tables.first[group] = max(begin := match.begins.get(group, begin), self._first_block(group, num_rows))
             tables.blocks[group] = [RESERVED_BLOCK] * max(begin, num_rows // self._num_rows(group))
             on_device = [part.block for part in found[group].values() if part.block is not None]
             num_wanted = len(found[group]) - sum(not self.pools[group].is_free(block) for block in on_device)

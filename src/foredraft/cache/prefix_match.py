@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from foredraft.cache.groups import CacheLayout
 from foredraft.cache.prefix_index import CachedBlock, PartKey, PrefixNode
@@ -17,6 +17,9 @@ class PrefixMatch:
     target_parts, module_parts: by group, which cached block serves as which block of the sequence. module_origin: where
     the modules' rows begin. donor: a request with the same first `num_copied_rows` rows. It goes on writing in the
     block where they end, as does the new one, so what was not found of them is copied from its blocks.
+
+    Of a request that another engine has begun nothing is found: begins, by group, is the first block that its rows
+    will be written into. is_shared: whether others may find its blocks.
     """
 
     num_rows: int
@@ -28,6 +31,19 @@ class PrefixMatch:
     module_origin: int = 0
     donor: str | None = None
     num_copied_rows: int = 0
+    begins: Mapping[int, int] = field(default_factory=dict)
+    is_shared: bool = True
+
+    @classmethod
+    def of_rows(
+        cls, layout: CacheLayout, begins: Mapping[int, int], *, module_origin: int, is_shared: bool
+    ) -> PrefixMatch:
+        """For a request whose rows come from elsewhere."""
+        target, modules = (
+            tuple[dict[int, CachedBlock], ...]({} for _ in groups)
+            for groups in (layout.target_groups, layout.module_groups)
+        )
+        return cls(0, 0, 0, (), target, modules, module_origin, begins=begins, is_shared=is_shared)
 
     def without_modules(self, origin: int) -> PrefixMatch:
         """The same for the target; the modules begin anew at row `origin`."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from foredraft.cache.manager import CacheManager
 from foredraft.cache.persistence import load_cache, save_cache
 from foredraft.cache.snapshot import Signature
+from foredraft.engine.handing_over import HandingOver
 from foredraft.engine.output_text import OutputText
 from foredraft.engine.text_tools import NO_TEXTS, TextTools
 from foredraft.errors import ForedraftError, RequestError, described, shown
@@ -53,7 +54,7 @@ class EngineLimits:
     placeholders: Mapping[MediaKind, int] = field(default_factory=dict)
 
 
-class Engine:
+class Engine(HandingOver):
     """Serves many requests at once, one step at a time. Not thread-safe: one caller drives it.
 
     Anything that a request may ask is checked in `add_request`, which raises RequestError and changes nothing.
@@ -74,7 +75,7 @@ class Engine:
         self.runner = runner
         self.scheduler = scheduler
         self.cache = cache
-        self.limits = limits
+        self.limits: EngineLimits = limits
         self.cache_size = cache_size
         self._kept = kept
         self._text_tools = texts
@@ -167,21 +168,30 @@ class Engine:
             raise RequestError(f"request_id {request_id!r} is not that of a request that runs")
         self.scheduler.set_depth(request_id, num_speculative_tokens)
 
-    def step(self) -> list[Committed]:
-        """Run one step and return what it added to which requests. A failure ends all requests and is raised."""
+    def step(self, *, ahead: bool = True) -> list[Committed]:
+        """Run one step and return what it added to which requests. A failure ends all requests and is raised.
+
+        ahead: where steps overlap, the next one may be under way when this returns.
+        """
         try:
             self._is_stepping = True
-            return self._step()
+            return self._step(ahead)
         finally:
             self._is_stepping = False
             while self._aborted_within_step:
                 self.abort(self._aborted_within_step.pop())
 
-    def _step(self) -> list[Committed]:
+    def settle(self) -> list[Committed]:
+        """End the step that is under way, if any, so that none is; returns what it added."""
+        if self._under_way is not None and not self.scheduler.has_member(self._under_way[0]):
+            self._under_way = None
+        return self.step(ahead=False) if self._under_way is not None else []
+
+    def _step(self, ahead: bool) -> list[Committed]:
         started = time.perf_counter()
         before = self._scheduler_counts()
         with self._whole(), self.runner.on_device():
-            plan, result = self._run()
+            plan, result = self._run(ahead)
             result, ends = self._add_texts(plan, result)
             committed = self.scheduler.commit(plan, result, ends)
             for update in committed:
@@ -193,7 +203,7 @@ class Engine:
         self.stats.observe_step(result.times, time.perf_counter() - started)
         return committed
 
-    def _run(self) -> tuple[StepPlan, StepResult]:
+    def _run(self, can_launch: bool) -> tuple[StepPlan, StepResult]:
         """Run the next step to its end; where steps overlap, the one after it has been launched when this returns."""
         under_way, self._under_way = self._under_way, None
         if under_way is None or not self.scheduler.has_member(under_way[0]):
@@ -205,7 +215,7 @@ class Engine:
                 return first, self.runner.execute(first)
             under_way = first, launched
         plan, flight = under_way
-        if (ahead := self.scheduler.plan_ahead(plan)) is not None:
+        if can_launch and (ahead := self.scheduler.plan_ahead(plan)) is not None:
             self._under_way = ahead, self.runner.launch_ahead(ahead)
         if isinstance(plan, AheadPlan):
             plan = self.scheduler.resolve(plan)

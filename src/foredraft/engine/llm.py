@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from foredraft.config import EngineConfig
 from foredraft.engine.build import build_engine, resolve_depth
 from foredraft.engine.engine import Engine
+from foredraft.engine.handover import Handover
 from foredraft.engine.media_limits import MediaLimits
 from foredraft.engine.media_parts import read_prompt, take_media
 from foredraft.engine.media_reader import MediaReader
@@ -175,6 +176,38 @@ class LLM:
         """
         chunks = self._chunks(self._submit(prompt, params or SamplingParams()))
         next(chunks)  # a generator that was never begun would not abort its request when it is closed
+        return chunks
+
+    def prefill(self, prompt: Prompt, params: SamplingParams | None = None) -> Handover:
+        """Run one prompt up to its first token, for another engine to go on from there with `resume`.
+
+        Other requests go on meanwhile. Raises RequestError as `stream` does, for more than one choice, and if the
+        request has ended with that token.
+        """
+        params = params or SamplingParams()
+        if isinstance(params, SamplingParams) and params.n != 1:
+            raise RequestError(f"n must be 1, not {params.n}: one choice is handed over at a time")
+        request = self.engine.add_request(self.requests.next_id(), self.token_ids(prompt), params)
+        try:
+            while request.finish_reason is None and not request.output_token_ids:
+                self.requests.step(ahead=False)
+            if request.finish_reason is not None:
+                reason = request.error or f"finish_reason {request.finish_reason.value}"
+                raise RequestError(f"the request has ended ({reason}): nothing is left to hand over")
+            return self.engine.export_request(request.request_id)
+        finally:
+            self.engine.abort(request.request_id)
+
+    def resume(self, handover: Handover) -> Generator[StreamChunk, None, None]:
+        """Go on with a request that another engine has begun; yields chunks as `stream` does, first all that there was.
+
+        It waits for room like any other request, and its rows are computed again if there is none for them. Raises
+        HandoverError and RequestError at once, as `Engine.import_request` does.
+        """
+        params = handover.params
+        echo = (lambda: self._echo(handover.prompt_token_ids, params)) if params.echo else None
+        chunks = self._chunks(self.requests.resume(handover, echo))
+        next(chunks)
         return chunks
 
     def _chunks(self, request: OpenRequest) -> Generator[StreamChunk, None, None]:

@@ -6,9 +6,11 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from foredraft.engine.engine import Engine
+from foredraft.engine.handover import Handover
 from foredraft.engine.open_request import OpenChoice, OpenRequest
 from foredraft.media import Media
 from foredraft.sampling_params import SamplingParams
+from foredraft.scheduler.scheduler import Committed
 
 
 class OpenRequests:
@@ -60,8 +62,22 @@ class OpenRequests:
             raise
         return opened
 
-    def step(self) -> list[OpenRequest]:
-        """Run one step for all requests; returns those that have new chunks.
+    def resume(self, handover: Handover, echo: Callable[[], str] | None = None) -> OpenRequest:
+        """Go on with a request that another engine has begun. Its first chunk is all that there was of it.
+
+        echo: as for `submit`. Raises what `Engine.import_request` does, but finds room sooner or later.
+        """
+        opened = OpenRequest(self.next_id(), [])
+        request = self.engine.import_request(handover, opened.request_id, recompute=True)
+        text = self.engine.text_of(opened.request_id)
+        opened.choices.append(OpenChoice(request, 0, text, echo() if echo is not None else ""))
+        self._open[opened.request_id] = opened
+        tokens, depths = tuple(request.output_token_ids), tuple(request.token_depths)
+        opened.take(Committed(request, tokens, depths, tuple(request.logprobs)))
+        return opened
+
+    def step(self, *, ahead: bool = True) -> list[OpenRequest]:
+        """Run one step for all requests; returns those that have new chunks. ahead: as for `Engine.step`.
 
         A failure ends each of them with the error, and is raised.
         """
@@ -71,7 +87,7 @@ class OpenRequests:
             return ended
         changed: dict[OpenRequest, None] = {}
         try:
-            for update in self.engine.step():
+            for update in self.engine.step(ahead=ahead):
                 choice_id = update.request.request_id
                 if (request := self._open.get(choice_id)) is not None:
                     request.take(update)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -22,8 +22,35 @@ def fingerprint(model: nn.Module) -> str:
 
     Values enter as checksums that are made where the tensor lies: one pass over memory, for a large model too.
     """
+    return _digest(model, _config(model))
+
+
+def target_fingerprint(model: nn.Module) -> str:
+    """The same of a target, however many MTP modules were loaded with it, of which its configuration then speaks."""
+    return _digest(model, _without_modules(_config(model)))
+
+
+def module_fingerprints(modules: Iterable[nn.Module]) -> tuple[str, ...]:
+    """Of the tensors of each MTP module; what else decides what it computes is in the target's configuration."""
+    return tuple(_digest(module, {}) for module in modules)
+
+
+def _config(model: nn.Module) -> dict[str, Any]:
     settings: Any = model.config.to_dict() if hasattr(model, "config") else {}  # type: ignore[operator, union-attr]
-    config = {name: value for name, value in settings.items() if name not in _SAYS_NOTHING}
+    return {name: value for name, value in settings.items() if name not in _SAYS_NOTHING}
+
+
+def _without_modules(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the entries that loading modules writes (`Family.prepare`), in parts of a configuration as well."""
+    written = {"chain_hidden_post_norm", *(("rms_norm_eps",) if "layer_norm_epsilon" in config else ())}
+    return {
+        name: _without_modules(value) if isinstance(value, Mapping) else value
+        for name, value in config.items()
+        if "mtp" not in str(name) and name not in written
+    }
+
+
+def _digest(model: nn.Module, config: Mapping[str, Any]) -> str:
     digest = blake2b(json.dumps(config, sort_keys=True, default=str).encode(), digest_size=16)
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())

@@ -13,6 +13,7 @@ from transformers.modeling_layers import MtpModel
 from foredraft.cache.groups import StoredRows
 from foredraft.models.attention import PagedAttention
 from foredraft.models.families.registry import family_of
+from foredraft.models.fingerprint import module_fingerprints
 from foredraft.models.fused_model import FusedDecoder, FusedModules, OwnRows, is_close
 from foredraft.models.probe import RowProbe
 from foredraft.models.quantization import attention_dtype
@@ -40,6 +41,10 @@ class MtpModules:
         fused = FusedModules.of(self._mtp, target, is_packed=is_packed)
         if fused is not None and all(self._equals(module, fused, target) for module in range(self.num_modules)):
             self._fused = fused
+
+    def fingerprints(self) -> tuple[str, ...]:
+        """What tells each module's weights from others."""
+        return module_fingerprints(self._mtp.layers)
 
     @property
     def is_fused(self) -> bool:

@@ -18,6 +18,7 @@ from foredraft.errors import described
 from foredraft.logprobs import TokenLogprob
 from foredraft.models.draft_head import DraftHead
 from foredraft.models.media_store import DEFAULT_MEDIA_BYTES, MediaStore
+from foredraft.models.mtp import MtpModules
 from foredraft.models.target import TargetForward, TargetModel
 from foredraft.plan import AheadPlan, BlockCopy, CopyKind, RequestPlan, RequestResult, StepPlan, StepResult, StepTimes
 from foredraft.runner.inputs import sampled_slots, target_inputs
@@ -100,6 +101,16 @@ class ModelRunner:
     def draft_head(self) -> DraftHead | None:
         """What drafts are chosen with; None where none are made."""
         return self._drafter.head if self._drafter is not None else None
+
+    @property
+    def modules(self) -> MtpModules | None:
+        """What makes drafts; None where none are made."""
+        return self._drafter.modules if self._drafter is not None else None
+
+    @property
+    def has_greedy_drafts(self) -> bool:
+        """Whether drafts are chosen without chance, those of sampled requests too."""
+        return self._settings.verification.greedy_drafts
 
     @property
     def captured(self) -> CaptureStats | None:
@@ -224,6 +235,18 @@ class ModelRunner:
                     unseen[plan.request_id] = RequestResult(plan.request_id, error=message, is_broken=True)
         return unseen
 
+    def memory_of(self, request_id: str) -> RequestMemory | None:
+        """What is kept of a request between steps, with what its pending drafts were drawn from; it stays here."""
+        memory = self._memories.get(request_id)
+        if memory is not None and self.resident is not None and request_id in self.resident:
+            memory.draft_probs = self.resident.take_probs(request_id)
+            self.resident.forget(request_id)
+        return memory
+
+    def keep_memory(self, request_id: str, memory: RequestMemory) -> None:
+        """Keep this of a request that was begun elsewhere."""
+        self._memories[request_id] = memory
+
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request that is over."""
         self._memories.pop(request_id, None)
@@ -239,7 +262,7 @@ class ModelRunner:
     def _memory(self, plan: RequestPlan) -> RequestMemory:
         memory = self._memories.get(plan.request_id)
         if memory is None:
-            memory = RequestMemory.of(plan, self.target.vocab_size, self._settings.compiler)
+            memory = RequestMemory.of(plan.terms, self.target.vocab_size, self._settings.compiler)
             self._memories[plan.request_id] = memory
         return memory
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foredraft.logprobs import TokenLogprob
 from foredraft.media import FIRST_MEDIA_ID
-from foredraft.plan import RequestPlan
+from foredraft.plan import RequestPlan, RequestTerms
 from foredraft.sampling.grammar import GrammarCompiler
 from foredraft.sampling.logprobs import token_logprobs
 from foredraft.sampling.sampling_state import SamplingState
@@ -29,9 +29,8 @@ class RequestMemory:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
 
     @classmethod
-    def of(cls, plan: RequestPlan, vocab_size: int, compiler: GrammarCompiler | None) -> RequestMemory:
+    def of(cls, terms: RequestTerms, vocab_size: int, compiler: GrammarCompiler | None) -> RequestMemory:
         """What is kept of a request when its first step is run."""
-        terms = plan.terms
         if not terms.params.changes_logits:
             return cls()
         grammar, wanted = None, terms.params.structured_output

@@ -45,6 +45,17 @@ class WaitingQueue:
     def remove(self, request: Request) -> None:
         self._requests.remove(request)
 
+    @property
+    def lets_pass(self) -> bool:
+        """Whether a later arrival that needs no start may run before all that wait."""
+        return all(request.num_overtaken < MAX_OVERTAKEN for request in self._requests)
+
+    def note_passed(self) -> None:
+        """Such a one has come before all that wait."""
+        for request in self._requests:
+            request.num_overtaken += 1
+        self._requests.sort(key=self.order)
+
     def start(self, started: Request) -> None:
         """Take a request out, and note whom it has overtaken."""
         self._requests.remove(started)

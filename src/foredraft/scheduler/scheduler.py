@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from foredraft.cache.block_tables import RowDemand
 from foredraft.cache.manager import CacheManager
+from foredraft.cache.prefix_match import PrefixMatch
 from foredraft.exactness import ExactRows
 from foredraft.logprobs import TokenLogprob
 from foredraft.plan import AheadPlan, RequestPlan, RequestResult, StepPlan, StepResult
@@ -81,6 +82,35 @@ class Scheduler:
         self._requests[request.request_id] = request
         self._waiting.add(request)
         self._is_settled = False
+
+    def adopt(self, request: Request, match: PrefixMatch, num_module_rows: int, fill: Callable[[], None]) -> bool:
+        """Go on with a request that another engine has begun; False, and nothing is changed, if there is no room.
+
+        match: where its rows are to lie (`PrefixMatch.of_rows`); its modules have rows up to num_module_rows. fill:
+        puts them there.
+        """
+        if len(self._running) >= self._limits.max_num_seqs or not self._waiting.lets_pass:
+            return False
+        whole = request.num_tokens + len(request.draft_token_ids)
+        target_total, module_total = self._shares.ends(request, request.useful_depth, whole)
+        demand = RowDemand(
+            request.num_computed_tokens, num_module_rows, target_total, max(module_total, num_module_rows)
+        )
+        if not self._cache.admit(request.request_id, request.params.cache_salt, match, demand):
+            return False
+        self._waiting.note_passed()
+        request.status = RequestStatus.RUNNING
+        self._requests[request.request_id] = request
+        self._running.append(request)
+        self._running.sort(key=self._waiting.order)
+        self._is_settled = False
+        fill()
+        self._upkeep.publish(request, is_ending=False)
+        return True
+
+    def request(self, request_id: str) -> Request | None:
+        """The request of this id that has not ended."""
+        return self._requests.get(request_id)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
