@@ -30,10 +30,11 @@ from foredraft.models.loader import LoadedModel
 from foredraft.models.mtp import MtpModules
 from foredraft.models.target import TargetModel
 from foredraft.runner.memory import CPU_CACHE_BYTES, CacheDemand, CacheSize, size_cache
-from foredraft.runner.model_runner import ModelRunner, RunnerSettings, current_device
+from foredraft.runner.model_runner import ModelRunner, current_device
 from foredraft.runner.profiling import GPU_MEMORY_UTILIZATION, measure_memory, profile_memory
 from foredraft.runner.resident.decoder import ResidentDecoder
 from foredraft.runner.resident.step import ResidentModel
+from foredraft.runner.settings import RunnerSettings
 from foredraft.runner.verification import VerificationSettings
 from foredraft.sampling.grammar import GrammarCompiler
 from foredraft.scheduler.scheduler import Scheduler

@@ -205,7 +205,8 @@ class LLM:
         HandoverError and RequestError at once, as `Engine.import_request` does.
         """
         params = handover.params
-        echo = (lambda: self._echo(handover.prompt_token_ids, params)) if params.echo else None
+        prompt = handover.prompt_token_ids
+        echo = (lambda: self._echo(prompt, prompt, params)) if params.echo else None
         chunks = self._chunks(self.requests.resume(handover, echo))
         next(chunks)
         return chunks

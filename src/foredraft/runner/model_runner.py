@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,36 +16,18 @@ from foredraft.config import Execution
 from foredraft.errors import described
 from foredraft.logprobs import TokenLogprob
 from foredraft.models.draft_head import DraftHead
-from foredraft.models.media_store import DEFAULT_MEDIA_BYTES, MediaStore
+from foredraft.models.media_store import MediaStore
 from foredraft.models.mtp import MtpModules
 from foredraft.models.target import TargetForward, TargetModel
 from foredraft.plan import AheadPlan, BlockCopy, CopyKind, RequestPlan, RequestResult, StepPlan, StepResult, StepTimes
 from foredraft.runner.inputs import sampled_slots, target_inputs
 from foredraft.runner.pass_graphs import PassGraphs
 from foredraft.runner.request_memory import RequestMemory
-from foredraft.runner.resident.decoder import Flight, ResidentDecoder
+from foredraft.runner.resident.decoder import Flight
 from foredraft.runner.resident.graphs import CaptureStats
-from foredraft.runner.verification import Decision, Verification, VerificationSettings, sampling_tensors
-from foredraft.sampling.grammar import GrammarCompiler
+from foredraft.runner.settings import DEFAULT_SETTINGS, RunnerSettings
+from foredraft.runner.verification import Decision, Verification, sampling_tensors
 from foredraft.speculation.drafter import Drafter, Window
-
-
-@dataclass(frozen=True)
-class RunnerSettings:
-    """How a runner decides and drafts. compiler: makes the grammars of requests that ask for one.
-
-    resident: makes what runs steady decodes with state on the device, for a given storage; None: every step is run by
-    the host, request by request. execution: what that is called. max_media_bytes: what the `MediaStore` keeps.
-    """
-
-    verification: VerificationSettings
-    compiler: GrammarCompiler | None = None
-    resident: Callable[[CacheStorage], ResidentDecoder] | None = None
-    execution: Execution = "host"
-    max_media_bytes: int = DEFAULT_MEDIA_BYTES
-
-
-DEFAULT_SETTINGS = RunnerSettings(VerificationSettings())
 
 
 class ModelRunner:
