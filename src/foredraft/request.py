@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -32,6 +33,7 @@ class Request:
     num_cached_tokens: rows that the cache had when the request first started; num_overtaken: later arrivals that have
     started before it. logprobs: one for each generated token, if asked for; prompt_logprobs: None until they are known.
     leader: the first choice of the same prompt; this one starts when that has computed the prompt's rows.
+    first_rows: by part of the cache, of a request that another engine has begun, the first row that came from there.
     """
 
     terms: RequestTerms
@@ -48,6 +50,7 @@ class Request:
     num_cached_tokens: int | None = None
     num_overtaken: int = 0
     max_depth: int = 0
+    first_rows: Mapping[str, int] = field(default_factory=dict)
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     error: str | None = None

@@ -183,6 +183,32 @@ def test_blocks_may_be_of_another_size(
         told(new).assert_equals(checkpoint.reference, {"one": moved.token_ids, "two": again.token_ids})
 
 
+@pytest.mark.parametrize("kind", ["mistral sliding", "qwen2 sliding"])
+def test_a_block_that_came_in_part_is_not_sent_on_as_whole(checkpoints: Callable[[str], Checkpoint], kind: str) -> None:
+    """What the third engine shares with others are rows of the first one, not what lay before them in the second."""
+    first, second, third, fresh = (
+        build_engine(
+            checkpoints(kind).loaded,
+            EngineConfig(num_speculative_tokens=2, block_size=size, num_blocks=60, max_model_len=60),
+        )
+        for size in (4, 16, 4, 4)
+    )
+    for engine in (first, second, third):
+        soil(engine)
+    request = first.add_request("one", PROMPT[:7], SamplingParams(max_tokens=20, ignore_eos=True))
+    while len(request.output_token_ids) < 9:  # the windows have left the first block behind
+        first.step(ahead=False)
+    moved = move(second, third, move(first, second, "one").request_id)
+    finish(third)
+    assert moved.error is None
+    outputs = []
+    for engine in (third, fresh):
+        other = engine.add_request("two", [*PROMPT[:4], 7, 8], SamplingParams(max_tokens=8, ignore_eos=True))
+        finish(engine)
+        outputs.append(other.token_ids)
+    assert outputs[0] == outputs[1]
+
+
 def told(engine: Engine) -> RecordingDrafter:
     drafter = engine.runner._drafter
     assert isinstance(drafter, RecordingDrafter)
@@ -594,6 +620,12 @@ def test_a_header_that_lies_is_refused(few: LoadedModel, monkeypatch: pytest.Mon
         ({"params": {**header["params"], "temperature": -1}}, "temperature"),
         ({"params": {**header["params"], "unknown": 1}}, "unknown"),
         ({"unknown": 1}, "unknown"),
+        ({"scored_prompt": []}, "scored_prompt has 0 of"),
+        ({"scored_prompt": [None] * 1000}, "scored_prompt has 1000 of"),
+        ({"windows": None}, "windows must be an object"),
+        ({"stats": {**header["stats"], "num_cycles": "1"}}, "num_cycles must hold integers"),
+        ({"stats": {**header["stats"], "drafted_by_depth": 1}}, "not iterable"),
+        ({"stats": {**header["stats"], "drafted_by_depth": [1] * 99}}, "differ in number"),
     ):
         monkeypatch.setattr(type(handover), "header", lambda self, changes=changes: {**header, **changes})
         with pytest.raises(HandoverError, match=message):

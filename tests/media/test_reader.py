@@ -16,6 +16,7 @@ from media.checkpoint import AUDIO_ID, IMAGE, IMAGE_ID, RATE, picture, save_proc
 from media.files import data_url, image_bytes, sound_bytes
 from PIL import Image
 
+from foredraft.engine.media_files import START_OF_SCAN, decode_image
 from foredraft.engine.media_limits import MediaLimits
 from foredraft.engine.media_parts import take_media
 from foredraft.engine.media_reader import MediaReader
@@ -181,8 +182,8 @@ def test_sound_that_is_refused(reader: MediaReader, processor: MediaProcessor) -
         (reader, b"", "wav", r"must be sound in one of the formats wav, mp3, flac, ogg"),
         (reader, b"nothing", "wav", "must be sound in one of the formats"),
         (reader, wav, "flac", "must be flac, as its format says, not wav"),
-        (reader, wav[:20], "wav", "cannot be decoded: LibsndfileError"),
-        (reader, b"fLaC" + bytes(100), "flac", "cannot be decoded: LibsndfileError"),
+        (reader, wav[:20], "wav", "cannot be decoded: (?!.*0x)"),
+        (reader, b"fLaC" + bytes(100), "flac", "cannot be decoded: (?!.*0x)"),
         (reader, b"\xff\xfb" + bytes(100), "mp3", "cannot be decoded|must not be empty"),
         (reader, sound_bytes(sound(0.0), RATE, "wav"), "wav", "must not be empty"),
         (reader, sound_bytes(np.array([0.1, np.nan], np.float32), RATE, "wav"), "wav", "must have finite samples"),
@@ -294,7 +295,7 @@ def test_paths_are_the_callers_own(tmp_path: Path, reader: MediaReader) -> None:
 
 
 def test_what_was_read_is_not_prepared_again(processor: MediaProcessor) -> None:
-    one_image = 6 * 4 * 4 * 3 * 2 * 4
+    one_image = 2_048 + 6 * 4 * 4 * 3 * 2 * 4
     reader = MediaReader(processor, limits=MediaLimits(max_cached_bytes=2 * one_image))
     contents = [image_bytes(picture(seed=seed), "png") for seed in range(3)]
     first, second, third = contents
@@ -397,3 +398,12 @@ def test_random_bytes_are_refused_by_name(reader: MediaReader) -> None:
 def test_bytes_of_a_buffer(reader: MediaReader) -> None:
     with BytesIO(image_bytes(picture(), "png")) as file, Image.open(file) as opened:
         assert reader.image(opened, "image").num_tokens == 6
+
+
+def test_passes_over_a_picture_are_bounded() -> None:
+    """A progressive file may say the same pixels over and over, each time for a few bytes."""
+    content = image_bytes(picture(64, 64), "JPEG", progressive=True)
+    scan = content[content.rindex(START_OF_SCAN) : -2]
+    assert decode_image(content[:-2] + 50 * scan + content[-2:], MediaLimits()).size == (64, 64)
+    with pytest.raises(RequestError, match="must have 100 scans at most"):
+        decode_image(content[:-2] + 100 * scan + content[-2:], MediaLimits())

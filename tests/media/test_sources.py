@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -16,10 +17,18 @@ from foredraft.media import MediaKind
 
 
 class Host(BaseHTTPRequestHandler):
-    """/redirect?URL sends on to URL; /size?N has N bytes; /slow never ends; /ok says ok."""
+    """/redirect?URL sends on to URL; /size?N has N bytes; /slow never ends, nor does the head of /head; /ok says ok."""
 
     def do_GET(self) -> None:
         path, _, argument = self.path.partition("?")
+        if path == "/head":
+            self.send_response_only(200)
+            self.flush_headers()
+            with suppress(OSError):  # whoever asked has gone
+                for number in range(1000):
+                    self.wfile.write(b"x-%d: 1\r\n" % number)
+                    time.sleep(0.02)
+            return
         self.send_response({"/redirect": 302, "/ok": 200, "/size": 200, "/slow": 200}.get(path, 404))
         if path == "/redirect":
             self.send_header("Location", argument)
@@ -103,6 +112,21 @@ def test_answers_that_are_refused(sources: MediaSources, port: int, path: str, m
 def test_other_hosts_are_not_asked(sources: MediaSources, port: int, url: str) -> None:
     with pytest.raises(RequestError, match=r"must not be at .*\(allowed_media_hosts\)|cannot be fetched: InvalidURL"):
         sources.content(url.format(port=port), MediaKind.IMAGE)
+
+
+def test_a_host_whose_head_does_not_end(sources: MediaSources, port: int) -> None:
+    """Every line of it comes soon enough."""
+    with pytest.raises(RequestError, match=r"cannot be fetched within 0\.5 s"):
+        sources.content(f"http://127.0.0.1:{port}/head", MediaKind.IMAGE)
+
+
+def test_a_host_by_its_name_in_ascii(port: int) -> None:
+    limits = MediaLimits(fetch_seconds=0.5)
+    sources = MediaSources(None, frozenset({"xn--bcher-kva.invalid"}), limits)
+    with pytest.raises(RequestError, match="cannot be fetched"):
+        sources.content("http://xn--bcher-kva.invalid/", MediaKind.IMAGE)
+    with pytest.raises(RequestError, match=r"must not be at 'xn--bcher-kva\.example'"):
+        sources.content("http://xn--bcher-kva.example/", MediaKind.IMAGE)
 
 
 def test_a_host_that_does_not_answer() -> None:

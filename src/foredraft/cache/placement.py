@@ -35,11 +35,13 @@ def rows_of(
     num_target_rows: int,
     num_state_rows: int,
     origin: int,
+    first_rows: Mapping[str, int],
 ) -> dict[str, SentRows]:
     """Copies of all that a request's blocks hold and another engine can go on from, by part.
 
     tables, held: its blocks by group, and how many it refers to. ends: how many rows of each module have been computed
-    and may be of use. origin: modules have no rows before it.
+    and may be of use. origin: modules have no rows before it. first_rows: the first that came, by part, of a request
+    which was begun elsewhere: the rest of their blocks holds nothing.
     """
     found = {}
     for part in parts_of(storage):
@@ -51,6 +53,7 @@ def rows_of(
             continue
         if part.module is not None:
             first, end = max(first, origin), ends[part.module]
+        first = max(first, first_rows.get(part.name, 0))
         if first < end:
             rows = part.read(storage.slots(table, end)[first:])
             found[part.name] = SentRows(first, rows, part.window)

@@ -174,7 +174,8 @@ class HandingOver:
         tables = self.cache.block_tables(request.request_id)
         held = self.cache.num_held_blocks(request.request_id)
         num_rows, num_state_rows = request.num_computed_tokens, request.num_state_rows
-        return rows_of(self.runner.storage, tables, held, ends, num_rows, num_state_rows, exact.origin)
+        came = request.first_rows
+        return rows_of(self.runner.storage, tables, held, ends, num_rows, num_state_rows, exact.origin, came)
 
     @cached_property
     def _origin(self) -> Origin:
@@ -265,7 +266,10 @@ class HandingOver:
         text = self._text_tools.output_text(terms)
         if text.add(handover.output_token_ids, handover.token_depths) is not None:
             raise HandoverError("a stop string is complete in the output: the request was begun with another tokenizer")
-        return _Arrival(request, memory, text, self._place(request, handover))
+        placement = self._place(request, handover)
+        if placement is not None:
+            request.first_rows = {name: own.first for name, own in placement.sent.items()}
+        return _Arrival(request, memory, text, placement)
 
     def _memory(self, request: Request, handover: Handover) -> RequestMemory:
         """The rules, made anew and led through the tokens so far; and pending drafts with what they were drawn from.

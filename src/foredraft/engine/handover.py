@@ -179,7 +179,9 @@ class Handover:
         record["prompt_logprobs"] = None if scored is None else _optional_logprobs(scored)
         record["drawn_drafts"] = tuple(map(bool, record["drawn_drafts"]))
         record["exact"] = _exact_rows(*record["exact"])
-        record["stats"] = SpeculationStats(**record["stats"])
+        record["stats"] = _stats(record["stats"])
+        if not isinstance(record["windows"], dict):
+            raise ValueError("windows must be an object")
         handover = cls(**record, tensors=tensors)
         handover.check()
         return handover
@@ -199,6 +201,17 @@ class Handover:
             raise ValueError(f"the drafts were made by {cycle.depth} modules after {cycle.num_tokens} tokens")
         if len(self.drawn_drafts) > len(self.draft_token_ids):
             raise ValueError("more drafts were drawn than there are")
+        if not 1 <= len(self.scored_prompt) <= max(1, len(self.row_ids)):
+            raise ValueError(f"scored_prompt has {len(self.scored_prompt)} of {len(self.row_ids)} tokens")
+
+
+def _stats(record: dict[str, Any]) -> SpeculationStats:
+    lists = ("drafted_by_depth", "accepted_by_depth")
+    for name, value in record.items():
+        _integers(name, value if name in lists else [value])
+    if len({len(record[name]) for name in lists}) > 1:
+        raise ValueError(f"{' and '.join(lists)} differ in number")
+    return SpeculationStats(**record)
 
 
 def _params_record(params: SamplingParams) -> dict[str, Any]:

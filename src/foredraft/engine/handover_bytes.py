@@ -28,6 +28,7 @@ MAGIC = b"FDHANDOV"
 PIECE_BYTES = 8 << 20
 """Bytes that are written, read and digested at once."""
 MAX_HEADER_BYTES = 256 << 20
+MAX_TENSORS = 1 << 16
 DIGEST_BYTES = 32
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)} | {
     str(dtype): dtype for dtype in (torch.int32, torch.uint8, torch.int8, torch.bool)
@@ -76,7 +77,10 @@ def read_bytes(source: Source) -> tuple[dict[str, Any], tuple[NamedTensor, ...]]
         raise HandoverError("the header was changed on its way: its digest is wrong")
     try:
         header = json.loads(text)
-        listed = [_empty(*entry) for entry in header.pop("tensors")]
+        entries = header.pop("tensors")
+        if len(entries) > MAX_TENSORS:
+            raise ValueError(f"{len(entries)} tensors, of {MAX_TENSORS} at most")
+        listed = [_empty(*entry) for entry in entries]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise HandoverError(f"the header cannot be understood: {error!r:.200}") from error
     digest = blake2b(digest_size=DIGEST_BYTES)

@@ -21,6 +21,9 @@ IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
 MAX_CHANNELS = 16
 MIN_RATE, MAX_RATE = 1_000, 384_000
+MAX_SCANS = 100
+"""Passes over the pixels that a JPEG file may ask for; a progressive one has about ten."""
+START_OF_SCAN = b"\xff\xda"
 BLOCK = 1 << 16
 """Frames of sound that are decoded at once: what they take is bounded, however much a file holds."""
 
@@ -32,6 +35,9 @@ def decode_image(content: bytes, limits: MediaLimits) -> Image:
     try:
         with Image.open(BytesIO(content), formats=IMAGE_FORMATS) as opened:
             _check_size(opened.size, limits)
+            # Within the data of a scan 0xff is followed by 0, so that nothing but segments is counted.
+            if opened.format in ("JPEG", "MPO") and content.count(START_OF_SCAN) > MAX_SCANS:
+                raise RequestError(f"must have {MAX_SCANS} scans at most")
             opened.load()
             return plain_image(opened, limits)
     except RequestError:
@@ -79,6 +85,8 @@ def decode_audio(content: bytes, limits: MediaLimits, rate: int, stated: str | N
             samples = _read(file, limits, rate)
     except RequestError:
         raise
+    except soundfile.LibsndfileError as error:  # in whose own text the file is an address in memory
+        raise RequestError(f"cannot be decoded: {error.error_string}") from None
     except Exception as error:  # the decoders' own
         raise RequestError(f"cannot be decoded: {described(error)}") from None
     return checked_samples(samples)

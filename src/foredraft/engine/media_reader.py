@@ -19,6 +19,8 @@ from foredraft.models.media_processor import MediaProcessor
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+_ENTRY_BYTES = 2048
+"""What is remembered of one image or sound beside its features."""
 URL_SCHEMES = ("data:", "file:", "http:", "https:")
 
 
@@ -141,4 +143,4 @@ class MediaReader:
 
 
 def _num_bytes(media: Media) -> int:
-    return sum(tensor.nbytes for tensor in media.features.values())
+    return _ENTRY_BYTES + sum(tensor.nbytes for tensor in media.features.values())
