@@ -65,5 +65,6 @@ $(VENV)/.foredraft-dev: $(VENV)/.foredraft
 	@$(BIN)/python -c "import torchvision" 2>/dev/null || { \
 		version=$$($(BIN)/python -c "from importlib.metadata import version; print(version('torchvision'))"); \
 		$(BIN)/python -m pip uninstall --quiet --yes torchvision; \
-		$(PIP) --quiet --no-deps --upgrade --target $(VENV)/apart torchvision==$$version; }
+		$(PIP) --quiet --no-deps --upgrade --target $(VENV)/apart torchvision==$$version && \
+		$(BIN)/python tests/media/torchvision_operators.py $(VENV)/apart/torchvision; }
 	@touch $@

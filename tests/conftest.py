@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
-from media.torchvision_operators import lacks_operators, name_operators
 
 sys.path.append(str(Path(sys.prefix) / "apart"))  # a torchvision that others cannot import; see the Makefile
-if lacks_operators():
-    name_operators()  # before transformers is imported, which imports torchvision
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read by Triton when it is first imported, which transformers' models do
 

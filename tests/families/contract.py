@@ -220,6 +220,7 @@ class FamilyContract:
 
     def test_requests_that_move(self, model: FamilyModel, depth: int) -> None:
         """In the middle of their prompts, and later; drafts afterwards are what the modules make of all tokens."""
+        num_drafts = 0
         for count in (1, 2, 5):
             old, new = (Scripted(model, depth, budget=3 * (depth + 1) + 4) for _ in range(2))
             for length in (2, 9, 20):
@@ -230,7 +231,8 @@ class FamilyContract:
             new.drafter.continuations = old.drafter.continuations
             new.requests = move_all(old.engine, new.engine)
             new.finish()
-            assert new.drafter.logits
+            num_drafts += len(new.drafter.logits)  # none, where the last ones were pending already
+        assert num_drafts
 
     @pytest.mark.parametrize("execution", EXECUTIONS)
     def test_requests_with_a_seed_that_move(self, model: FamilyModel, execution: str) -> None:

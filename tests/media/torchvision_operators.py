@@ -1,28 +1,25 @@
-"""torchvision from PyPI beside a build of torch for CPUs alone."""
+"""torchvision from PyPI beside a build of torch for CPUs alone.
+
+PyPI's build belongs to the torch with CUDA. Beside another its C++ operators are not loaded, and importing it fails:
+it describes `nms` and `qnms`, which nobody has named then. Images need neither of the two, so their names are enough.
+The Makefile puts such a torchvision apart, where tests/conftest.py finds it, and runs this file over it.
+"""
 
 from __future__ import annotations
 
-from importlib.metadata import version
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
-import torch
 
+NAMES = """\
+import torch as _torch
 
-def lacks_operators() -> bool:
-    """Whether torchvision is here, but cannot be imported.
-
-    PyPI's build belongs to the torch with CUDA. Beside another one its C++ operators are not loaded, and importing it
-    fails: it describes `nms` and `qnms`, which nobody has named then.
-    """
-    return find_spec("torchvision") is not None and "+cpu" in torch.__version__ and "+" not in version("torchvision")
-
-
-def name_operators() -> None:
-    """Make it importable. Images need neither of the two, so their names are enough."""
-    for name in ("nms", "qnms"):
-        schema = f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-        _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
+_names = _torch.library.Library("torchvision", "FRAGMENT")
+for _name in ("nms", "qnms"):
+    _names.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
 
 
 def skip_without_media() -> None:
@@ -32,5 +29,11 @@ def skip_without_media() -> None:
             pytest.skip(f"{name} is not installed: pip install -e '.[media]'", allow_module_level=True)
 
 
-_LIBRARY = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
-"""What is defined in it lives as long as it does."""
+def name_operators(package: Path) -> None:
+    """Let the torchvision in this directory name them before it is imported further."""
+    begins = package / "__init__.py"
+    begins.write_text(NAMES + begins.read_text(encoding="utf-8"), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    name_operators(Path(sys.argv[1]))
