@@ -340,6 +340,7 @@ class HandingOver:
                     return False
                 request.num_computed_tokens = request.num_state_rows = 0
                 request.exact = ExactRows.none(self.scheduler.num_modules)
+                request.first_rows = {}
                 self.scheduler.add(request)
             self._texts[request.request_id] = arrival.text
             self.runner.keep_memory(request.request_id, arrival.memory)

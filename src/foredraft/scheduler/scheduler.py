@@ -268,6 +268,7 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = request.num_state_rows = 0
         request.exact = ExactRows.none(self._limits.num_modules)
+        request.first_rows = {}
         self._waiting.add(request)
         self._is_settled = False
         self.num_preemptions += 1
