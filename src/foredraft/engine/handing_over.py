@@ -266,10 +266,7 @@ class HandingOver:
         text = self._text_tools.output_text(terms)
         if text.add(handover.output_token_ids, handover.token_depths) is not None:
             raise HandoverError("a stop string is complete in the output: the request was begun with another tokenizer")
-        placement = self._place(request, handover)
-        if placement is not None:
-            request.first_rows = {name: own.first for name, own in placement.sent.items()}
-        return _Arrival(request, memory, text, placement)
+        return _Arrival(request, memory, text, self._place(request, handover))
 
     def _memory(self, request: Request, handover: Handover) -> RequestMemory:
         """The rules, made anew and led through the tokens so far; and pending drafts with what they were drawn from.
@@ -330,6 +327,7 @@ class HandingOver:
             assert placement is not None
             self.runner.copy_blocks(self.cache.take_copies())
             placement.fill(self.runner.storage, self.cache.block_tables(request.request_id))
+            request.first_rows = {name: own.first for name, own in placement.sent.items()}
 
         with self._whole(), self.runner.on_device():
             is_running = placement is not None and self.scheduler.adopt(
@@ -340,7 +338,6 @@ class HandingOver:
                     return False
                 request.num_computed_tokens = request.num_state_rows = 0
                 request.exact = ExactRows.none(self.scheduler.num_modules)
-                request.first_rows = {}
                 self.scheduler.add(request)
             self._texts[request.request_id] = arrival.text
             self.runner.keep_memory(request.request_id, arrival.memory)
