@@ -55,13 +55,16 @@ class MediaStore:
 
     def prepare(self, ids: Collection[int], shown: Iterable[Media]) -> None:
         """Make ready what of `ids` are rows of `shown`, for the passes of this step. Raises whatever the tower does."""
+        wanted = {row_id for row_id in ids if row_id >= FIRST_MEDIA_ID} - self._of_step.keys()
+        if not wanted:  # as in almost every step: a prompt is read once
+            return
         for one in shown:
-            members = [row_id for row_id in one.row_ids if row_id in ids and row_id not in self._of_step]
-            if members:
+            if members := [row_id for row_id in wanted if row_id in one.row_ids]:
                 encoded = self._encoded(one)
                 index = torch.tensor([row_id - one.first_id for row_id in members]).to(encoded.device)
                 rows = encoded.index_select(0, index)
                 self._of_step |= {row_id: (rows, number) for number, row_id in enumerate(members)}
+                wanted.difference_update(members)
                 self._shrink()
 
     def rows(self, ids: Sequence[int]) -> MediaRows | None:

@@ -208,7 +208,7 @@ class ModelRunner:
         self.media.begin_step()
         for plan in plans:
             if plan.terms.media:
-                read = {*plan.token_ids, *(plan.window.token_ids if plan.window is not None else ())}
+                read = (*plan.token_ids, *(plan.window.token_ids if plan.window is not None else ()))
                 try:
                     self.media.prepare(read, plan.terms.media)
                 except Exception as error:  # any tower's own
