@@ -209,6 +209,36 @@ def test_a_block_that_came_in_part_is_not_sent_on_as_whole(checkpoints: Callable
     assert outputs[0] == outputs[1]
 
 
+def test_a_request_that_was_preempted_elsewhere_moves_on(checkpoints: Callable[[str], Checkpoint]) -> None:
+    """Its rows are computed anew there, those too that had been left behind when it came."""
+    first, second, third = (
+        build_engine(
+            checkpoints("mistral sliding").loaded,
+            EngineConfig(
+                num_speculative_tokens=2,
+                block_size=4,
+                num_blocks=60,
+                max_model_len=60,
+                max_num_seqs=2,
+                max_num_batched_tokens=6,
+                enable_prefix_caching=False,
+            ),
+        )
+        for _ in range(3)
+    )
+    request = first.add_request("one", PROMPT, SamplingParams(max_tokens=30, ignore_eos=True))
+    while len(request.output_token_ids) < 9:
+        first.step(ahead=False)
+    moved = move(first, second, "one")
+    second.scheduler.preempt(moved)
+    second.step(ahead=False)
+    assert 0 < moved.num_computed_tokens <= 6
+    again = move(second, third, "one")
+    finish(third)
+    expected = checkpoints("mistral sliding").reference.sequence(PROMPT, 30)
+    assert again.token_ids == expected[: len(PROMPT) + 30]
+
+
 def told(engine: Engine) -> RecordingDrafter:
     drafter = engine.runner._drafter
     assert isinstance(drafter, RecordingDrafter)
